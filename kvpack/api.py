@@ -1,0 +1,359 @@
+"""The root's verbs: rooms composed into whole operations on pack files."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TypeAlias
+
+from kvpack.errors import IntegrityError
+from kvpack.model.geometry import PlaneKey, Unit
+from kvpack.model.ranges import RowSet
+from kvpack.model.snapshot import Cut, PlaneRows
+from kvpack.pack.index import TileRecord
+from kvpack.pack.manifest import Manifest, StoredPlane
+from kvpack.pack.preamble import Limits
+from kvpack.pack.reader import PackCut, PackReader, TileFault
+from kvpack.pack.writer import Progress, WrittenPack, write_pack
+from kvpack.trust import (
+    PublicKey,
+    SigningKey,
+    TrustedKey,
+    TrustPolicy,
+    Verification,
+    apply_scope,
+    build_region,
+    load_trust,
+    parse_region,
+    require_trusted,
+    sign as sign_front,
+    verify_signatures,
+)
+from kvpack.version import __version__
+
+__all__ = ["Inspection", "Pack", "Trust", "Verified", "inspect", "load", "open_pack", "save", "verify"]
+
+FilePath: TypeAlias = "str | os.PathLike[str]"
+Trust: TypeAlias = "TrustPolicy | PublicKey | FilePath | None"
+"""Who is trusted: a policy, one public key, the path of a trust file or of a public key, or nobody."""
+
+DEFAULT_CODEC = "split"
+
+
+class _Gatekeeper:
+    """The reader's :class:`~kvpack.pack.reader.FrontCheck`: signatures before the manifest, scope and expiry after it.
+
+    ``enforce`` refuses what is not trusted (``allow_unsigned`` lifts what may be lifted); without it the answer is only
+    recorded, except that a signature in a trusted key's name must always be good.
+    """
+
+    def __init__(self, policy: TrustPolicy, *, enforce: bool, allow_unsigned: bool, now: int) -> None:
+        self._policy = policy
+        self._enforce = enforce
+        self._allow_unsigned = allow_unsigned
+        self._now = now
+        self.verification = verify_signatures((), b"", policy, now=now)
+
+    def signatures(self, region: bytes, signed: bytes) -> None:
+        self.verification = verify_signatures(parse_region(region), signed, self._policy, now=self._now)
+        if self._enforce:
+            require_trusted(self.verification, self._allow_unsigned)
+
+    def manifest(self, manifest: Manifest) -> None:
+        self.verification = apply_scope(
+            self.verification,
+            self._policy,
+            tenant=manifest.provenance.get("tenant"),
+            model=manifest.provenance.get("model"),
+            epoch=manifest.epoch,
+            expires=manifest.expires,
+            now=self._now,
+        )
+        if self._enforce:
+            require_trusted(self.verification, self._allow_unsigned)
+
+
+def _policy(trust: Trust) -> TrustPolicy:
+    if trust is None:
+        return TrustPolicy(keys=())
+    if isinstance(trust, TrustPolicy):
+        return trust
+    if isinstance(trust, PublicKey):
+        return TrustPolicy(keys=(TrustedKey(key=trust, name=trust.comment or trust.short_id),))
+    return load_trust(trust)
+
+
+def _now(now: int | None) -> int:
+    return int(time.time()) if now is None else now
+
+
+class _CutRows:
+    """A cut in memory as the writer's row source."""
+
+    def __init__(self, cut: Cut) -> None:
+        self._planes = cut.planes
+
+    def rows(self, key: PlaneKey, ordinal: int, first: int, end: int) -> memoryview:
+        return self._planes[key].slice(first, end)
+
+
+def save(
+    cut: Cut,
+    path: FilePath,
+    *,
+    codec: str = DEFAULT_CODEC,
+    sign: SigningKey | Sequence[SigningKey] = (),
+    force: bool = False,
+    created: int | None = None,
+    salt: bytes | None = None,
+    stream: str | None = None,
+    epoch: int = 0,
+    expires: int | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> WrittenPack:
+    """Write ``cut`` to ``path`` as a pack; atomic, private (0600), and never over an existing file without ``force``.
+
+    ``codec`` is ``raw``, ``zstd`` or ``split``; ``created`` and ``expires`` are seconds since 1970. With the same cut, codec, salt,
+    time and key the file is the same byte for byte.
+
+    Raises UsageError ``output-exists``, ResourceError (``disk-full``, ``read-only``), FormatError ``limit-exceeded``.
+    """
+    keys = (sign,) if isinstance(sign, SigningKey) else tuple(sign)
+    windows = {key: layer.window is not None for key, layer, _ in cut.geometry.planes()}
+    pools = {key: layer.pool or 1 for key, layer, _ in cut.geometry.planes()}
+    planes = tuple(
+        StoredPlane(
+            rows.spec,
+            RowSet.of((0, 1)) if rows.spec.unit is Unit.STATE else rows.rows,
+            windows.get(key, False),
+            pools.get(key, 1) if rows.spec.unit is Unit.POOL else 1,
+        )
+        for key, rows in cut.planes.items()
+    )
+    manifest = Manifest(
+        geometry=cut.geometry,
+        identity=cut.identity,
+        layout=cut.layout,
+        cuts=(cut.record,),
+        planes=planes,
+        created=_now(created),
+        producer=("kvpack", __version__),
+        salt=secrets.token_bytes(32) if salt is None else salt,
+        epoch=epoch,
+        expires=expires,
+        stream=stream,
+        probe=cut.probe,
+        provenance=cut.provenance,
+    )
+
+    def signer(signed: bytes) -> bytes:
+        return build_region([sign_front(signed, key) for key in keys])
+
+    return write_pack(
+        Path(path), manifest, _CutRows(cut), codec=codec, signer=signer, force=force, threads=threads, progress=progress
+    )
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What the front of a pack says, and what was proved about it. Nothing of the payload has been read."""
+
+    path: Path
+    manifest: Manifest
+    records: tuple[TileRecord, ...]
+    pack_id: bytes
+    file_bytes: int
+    encrypted: bool
+    verification: Verification
+
+    @property
+    def stored_bytes(self) -> Mapping[PlaneKey, int]:
+        """Bytes that each plane takes in the file, padding not counted."""
+        sizes = {plane.spec.key: 0 for plane in self.manifest.planes}
+        for record in self.records:
+            sizes[self.manifest.planes[record.tile.plane].spec.key] += record.stored_length
+        return sizes
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of all stored rows before compression."""
+        return sum(plane.raw_bytes for plane in self.manifest.planes)
+
+
+class Pack:
+    """An open pack whose front and signatures have been checked; rows are read on demand, each verified."""
+
+    def __init__(self, reader: PackReader, verification: Verification) -> None:
+        """Made by :func:`open_pack`."""
+        self.reader = reader
+        self.verification = verification
+
+    def __enter__(self) -> Pack:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        self.reader.close()
+
+    @property
+    def manifest(self) -> Manifest:
+        """Everything about the pack except its rows."""
+        return self.reader.manifest
+
+    def cut(self, position: int | None = None) -> PackCut:
+        """The cut at ``position`` (the last by default), for an engine's ``install``; CompatibilityError ``no-such-cut``."""
+        return self.reader.cut(position)
+
+    def inspection(self) -> Inspection:
+        """The front's facts."""
+        reader = self.reader
+        return Inspection(
+            path=reader.path,
+            manifest=reader.manifest,
+            records=reader.records,
+            pack_id=reader.pack_id,
+            file_bytes=reader.preamble.file_length,
+            encrypted=reader.preamble.encrypted,
+            verification=self.verification,
+        )
+
+
+def _open(
+    path: FilePath, trust: Trust, *, enforce: bool, allow_unsigned: bool, now: int | None, limits: Limits | None
+) -> Pack:
+    keeper = _Gatekeeper(_policy(trust), enforce=enforce, allow_unsigned=allow_unsigned, now=_now(now))
+    reader = PackReader(Path(path), check=keeper, limits=limits)
+    return Pack(reader, keeper.verification)
+
+
+def open_pack(
+    path: FilePath,
+    *,
+    trust: Trust = None,
+    allow_unsigned: bool = False,
+    now: int | None = None,
+    limits: Limits | None = None,
+) -> Pack:
+    """Open a pack for reading: the front is verified, and refused unless ``trust`` vouches for it.
+
+    ``allow_unsigned`` accepts a pack that nobody, or nobody known, signed. Raises the errors of the reader's steps 1 to 10
+    (spec, section 13).
+    """
+    pack = _open(path, trust, enforce=True, allow_unsigned=allow_unsigned, now=now, limits=limits)
+    try:
+        pack.reader.require_state_ids()
+    except BaseException:
+        pack.close()
+        raise
+    return pack
+
+
+def load(
+    path: FilePath,
+    *,
+    trust: Trust = None,
+    allow_unsigned: bool = False,
+    at: int | None = None,
+    now: int | None = None,
+    limits: Limits | None = None,
+    threads: int | None = None,
+    on_bytes: Callable[[int], None] | None = None,
+) -> Cut:
+    """Read one cut of a pack into memory, every byte verified. ``at`` names a cut's position (the last by default)."""
+    with open_pack(path, trust=trust, allow_unsigned=allow_unsigned, now=now, limits=limits) as pack:
+        view = pack.cut(at)
+        view.on_bytes = on_bytes
+        buffers = {
+            key: memoryview(bytearray(view.stored[key].count * spec.axis_bytes)) for key, spec in view.specs.items()
+        }
+
+        def fill(key: PlaneKey, first: int, count: int, rows: memoryview) -> None:
+            size = view.specs[key].axis_bytes
+            begin = view.stored[key].offset_of(first) * size
+            buffers[key][begin : begin + count * size] = rows
+
+        view.read_rows(view.stored, fill, threads=threads)
+        return Cut(
+            geometry=view.geometry,
+            identity=view.identity,
+            layout=view.layout,
+            record=view.record,
+            planes={key: PlaneRows(spec, view.stored[key], buffers[key]) for key, spec in view.specs.items()},
+            probe=view.probe,
+            provenance=pack.manifest.provenance,
+        )
+
+
+def inspect(path: FilePath, *, trust: Trust = None, now: int | None = None, limits: Limits | None = None) -> Inspection:
+    """Read the front of a pack and say what it holds and what its signatures prove; the payload is not read.
+
+    Raises Format, Integrity and Resource errors of the front; an untrusted pack is shown, not refused.
+    """
+    with _open(path, trust, enforce=False, allow_unsigned=True, now=now, limits=limits) as pack:
+        return pack.inspection()
+
+
+@dataclass(frozen=True)
+class Verified:
+    """Every byte of a pack was checked. ``faults`` are bad tiles in payload order; empty means that all are good."""
+
+    inspection: Inspection
+    faults: tuple[TileFault, ...]
+    tiles: int
+    raw_bytes: int
+
+    def require(self) -> None:
+        """Raise the first fault, if there is one."""
+        if self.faults:
+            error = self.faults[0].error
+            more = f" ({len(self.faults) - 1} more bad tiles)" if len(self.faults) > 1 else ""
+            raise IntegrityError(
+                error.code,
+                f"{error.message}{more}",
+                layer=error.layer,
+                plane=error.plane,
+                field=error.field,
+                expected=error.expected,
+                found=error.found,
+                hint=error.hint,
+            )
+
+
+def verify(
+    path: FilePath,
+    *,
+    trust: Trust = None,
+    allow_unsigned: bool = False,
+    now: int | None = None,
+    limits: Limits | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Verified:
+    """Check everything about a pack: front, signatures, every tile, every state id. Does not need the model.
+
+    Raises what the front is refused for; bad tiles are collected in the result, so that all of them can be named.
+    """
+    with _open(path, trust, enforce=True, allow_unsigned=allow_unsigned, now=now, limits=limits) as pack:
+        reader, checked = pack.reader, 0
+
+        def done(record: TileRecord) -> None:
+            nonlocal checked
+            checked += record.raw_length
+            if progress is not None:
+                progress(checked, reader.raw_bytes)
+
+        faults = reader.faults(threads=threads, done=done)
+        if not faults:
+            reader.require_state_ids()
+        return Verified(pack.inspection(), faults, len(reader.records), reader.raw_bytes)
