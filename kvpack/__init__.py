@@ -7,8 +7,8 @@
 >>> cut = kvpack.load("session.kvpack", trust="key.pub")  # doctest: +SKIP
 >>> engine.install(cut, model).cache                      # doctest: +SKIP
 
-The verbs are the same everywhere: ``save`` and ``load`` move a cut between memory and a file, ``open_pack`` reads a file on
-demand, ``inspect`` shows the front, ``verify`` checks every byte. Everything that goes wrong is a
+The verbs are the same everywhere: ``save`` and ``load`` move a cut between memory and a file, ``open_pack`` reads a
+file on demand, ``inspect`` shows the front, ``verify`` checks every byte. Everything that goes wrong is a
 :class:`kvpack.errors.KvpackError`.
 """
 

@@ -31,8 +31,10 @@ from kvpack.trust import (
     load_trust,
     parse_region,
     require_trusted,
-    sign as sign_front,
     verify_signatures,
+)
+from kvpack.trust import (
+    sign as sign_front,
 )
 from kvpack.version import __version__
 
@@ -119,8 +121,8 @@ def save(
 ) -> WrittenPack:
     """Write ``cut`` to ``path`` as a pack; atomic, private (0600), and never over an existing file without ``force``.
 
-    ``codec`` is ``raw``, ``zstd`` or ``split``; ``created`` and ``expires`` are seconds since 1970. With the same cut, codec, salt,
-    time and key the file is the same byte for byte.
+    ``codec`` is ``raw``, ``zstd`` or ``split``; ``created`` and ``expires`` are seconds since 1970. With the same
+    cut, codec, salt, time and key the file is the same byte for byte.
 
     Raises UsageError ``output-exists``, ResourceError (``disk-full``, ``read-only``), FormatError ``limit-exceeded``.
     """
@@ -212,7 +214,10 @@ class Pack:
         return self.reader.manifest
 
     def cut(self, position: int | None = None) -> PackCut:
-        """The cut at ``position`` (the last by default), for an engine's ``install``; CompatibilityError ``no-such-cut``."""
+        """The cut at ``position`` (the last by default), for an engine's ``install``.
+
+        CompatibilityError ``no-such-cut``.
+        """
         return self.reader.cut(position)
 
     def inspection(self) -> Inspection:
@@ -247,8 +252,8 @@ def open_pack(
 ) -> Pack:
     """Open a pack for reading: the front is verified, and refused unless ``trust`` vouches for it.
 
-    ``allow_unsigned`` accepts a pack that nobody, or nobody known, signed. Raises the errors of the reader's steps 1 to 10
-    (spec, section 13).
+    ``allow_unsigned`` accepts a pack that nobody, or nobody known, signed. Raises the errors of the reader's steps 1
+    to 10 (spec, section 13).
     """
     pack = _open(path, trust, enforce=True, allow_unsigned=allow_unsigned, now=now, limits=limits)
     try:

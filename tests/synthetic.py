@@ -1,7 +1,7 @@
 """Cuts without a model: rows that say where they belong, in every kind of layer.
 
-A 16-bit element of a token plane holds ``4096 * layer + 1024 * plane + row`` (plane 0 = K, 1 = V, 2 = other), modulo 65,536, so
-that a row in the wrong place is seen by eye; states and other encodings hold seeded random bytes.
+A 16-bit element of a token plane holds ``4096 * layer + 1024 * plane + row`` (plane 0 = K, 1 = V, 2 = other), modulo
+65,536, so that a row in the wrong place is seen by eye; states and other encodings hold seeded random bytes.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The command line."""
+"""The command ``kvpack``: options, output and exit status over the library."""

@@ -1,7 +1,9 @@
-"""What a live cache asks of the place where its bytes are. The NumPy host device is the specification of every operation.
+"""What a live cache asks of the place where its bytes are. The NumPy host device is the specification of every
+operation.
 
-A plane is a buffer and four numbers (:class:`RowStrides`); a placement reduces rows to runs of physical rows. So one gather and
-one scatter, over a list of :class:`Move`, serve every plane of every layer in one call: on CUDA, in one launch.
+A plane is a buffer and four numbers (:class:`RowStrides`); a placement reduces rows to runs of physical rows. So one
+gather and one scatter, over a list of :class:`Move`, serve every plane of every layer in one call: on CUDA, in one
+launch.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ class RowStrides:
     """Where the parts of a physical row lie, in bytes.
 
     Part ``h`` of row ``r`` is the ``part_bytes`` bytes at ``base + r * row_stride + h * part_stride``. Token-major
-    ``[capacity][heads][dim]``: one part, or ``row_stride = heads * part_bytes`` and ``part_stride = part_bytes``. Head-major
-    ``[heads][capacity][dim]``: ``row_stride = part_bytes`` and ``part_stride = capacity * part_bytes``.
+    ``[capacity][heads][dim]``: one part, or ``row_stride = heads * part_bytes`` and ``part_stride = part_bytes``.
+    Head-major ``[heads][capacity][dim]``: ``row_stride = part_bytes`` and ``part_stride = capacity * part_bytes``.
     """
 
     parts: int
@@ -46,8 +48,8 @@ class RowStrides:
 class Move:
     """Rows of one plane between their places and canonical order (rows one behind the other, token-major).
 
-    ``runs`` are (first physical row, rows) in logical order; ``packed_offset`` is where the first row lies in the packed
-    buffer.
+    ``runs`` are (first physical row, rows) in logical order; ``packed_offset`` is where the first row lies in the
+    packed buffer.
     """
 
     buffer: Buffer

@@ -286,7 +286,7 @@ class Chronological:
                 f"a plane that has not shifted (position at most {self.capacity})",
                 self.position,
             )
-        return replace(self, position=position)
+        return replace(self, position=position, first=min(self.first, position))
 
     def restored(self, position: int, *, layer: int | None = None) -> Chronological:
         """This empty plane after its need at ``position`` was written into it."""

@@ -1,7 +1,7 @@
 """The gate: a cut against a destination, before any byte moves. Fail-closed, and every reason at once.
 
-The order of the checks is the order of the reasons: kinds and encodings that this version does not know, geometry layer by
-layer and field by field, identity, position, rows. ``need ⊆ stored`` is the one rule for every kind of plane.
+The order of the checks is the order of the reasons: kinds and encodings that this version does not know, geometry
+layer by layer and field by field, identity, position, rows. ``need ⊆ stored`` is the one rule for every kind of plane.
 """
 
 from __future__ import annotations

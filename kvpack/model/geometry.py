@@ -271,8 +271,8 @@ class LayerGeometry:
 class Rope:
     """One rotation: which dims are turned, how they pair, and the frequencies in effect.
 
-    ``digest`` is BLAKE3 of the effective inverse frequencies (float32, little-endian) and the attention scaling (float64).
-    Round trip: ``from_wire(to_wire(r)) == r``.
+    ``digest`` is BLAKE3 of the effective inverse frequencies (float32, little-endian) and the attention scaling
+    (float64). Round trip: ``from_wire(to_wire(r)) == r``.
     """
 
     dim: int

@@ -1,7 +1,7 @@
 """A cut: the complete restorable state at one position, and the gate that a destination holds it to.
 
-Source of the rules: spec/kvpack-v1.md, sections 7.2 and 7.6. A cut is seen through :class:`CutView`, whether its rows are
-in memory (:class:`Cut`) or in a pack's tiles: the gate and the engines use nothing else.
+Source of the rules: spec/kvpack-v1.md, sections 7.2 and 7.6. A cut is seen through :class:`CutView`, whether its rows
+are in memory (:class:`Cut`) or in a pack's tiles: the gate and the engines use nothing else.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class CutView(Protocol):
 
 @dataclass(frozen=True)
 class PlaneRows:
-    """The rows of one plane in memory: those of ``rows``, ascending and token-major, one behind the other in ``buffer``."""
+    """The rows of one plane in memory: ``buffer`` holds those of ``rows``, ascending, one behind the other."""
 
     spec: PlaneSpec
     rows: RowSet

@@ -1,7 +1,7 @@
 """Canonical MessagePack (spec, section 6): one value, one byte string.
 
-The structure is walked header by header, so that a container's stated size allocates nothing; scalars are msgpack's. What
-was decoded is encoded again and must give the same bytes, which catches every longer form.
+The structure is walked header by header, so that a container's stated size allocates nothing; scalars are msgpack's.
+What was decoded is encoded again and must give the same bytes, which catches every longer form.
 """
 
 from __future__ import annotations

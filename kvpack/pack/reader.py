@@ -1,6 +1,8 @@
-"""Reading a pack: the front in the order of the spec (section 13), then tiles in parallel, each verified in the buffer used.
+"""Reading a pack: the front in the order of the spec (section 13), then tiles in parallel, each verified in the
+buffer used.
 
-One file descriptor, positional reads, no memory mapping: what was hashed is what is used. The front is read without NumPy.
+One file descriptor, positional reads, no memory mapping: what was hashed is what is used. The front is read without
+NumPy.
 """
 
 from __future__ import annotations
@@ -260,7 +262,10 @@ class PackReader:
 
 
 class PackCut:
-    """One cut of an open pack, seen as a :class:`kvpack.model.snapshot.CutView`; rows are read and verified on demand."""
+    """One cut of an open pack, seen as a :class:`kvpack.model.snapshot.CutView`.
+
+    Rows are read and verified on demand.
+    """
 
     def __init__(self, reader: PackReader, record: CutRecord) -> None:
         """``record`` must be one of the reader's cuts."""
@@ -366,8 +371,8 @@ class PackCut:
     def require_state_id(self) -> None:
         """Hold the cut's state id to the raw hashes of the index, reading only pieces that lie in several tiles.
 
-        The raw hashes are those that every tile is verified against, so a restore that read all tiles has the state that
-        the id names.
+        The raw hashes are those that every tile is verified against, so a restore that read all tiles has the state
+        that the id names.
         """
         found = state_id(self._reader.manifest, self._record, self._piece_hash)
         if found != self._record.state_id:

@@ -1,7 +1,7 @@
 """Writing a pack: tiles in parallel, offsets in order, the front last, and one atomic publication.
 
-The file is built under a private name in the destination's folder (mode 0600) and appears under its own name only when it is
-whole and on disk. The same contents, salt, time and codec give the same file, however many threads wrote it.
+The file is built under a private name in the destination's folder (mode 0600) and appears under its own name only
+when it is whole and on disk. The same contents, salt, time and codec give the same file, however many threads wrote it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Every vector of ``fixtures/v1`` through the reader: accepted with these facts, or refused for this reason.
 
-The vectors come from a second writer that was made from the specification alone and shares no code with kvpack.
+The vectors come from a second writer that was made from the specification and shares no code with kvpack.
 """
 
 from __future__ import annotations

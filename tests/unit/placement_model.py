@@ -63,10 +63,10 @@ class ShiftOracle:
     def append(self, start: int, count: int) -> None:
         for row in range(start, start + count):
             self.cells.append(row)
-            del self.cells[: len(self.cells) - self.capacity]
+            self.cells = self.cells[-self.capacity :]
 
     def rewind(self, position: int) -> None:
-        self.cells = [row for row in self.cells if row is not None and row < position]
+        self.cells = self.cells[:position]
 
     def restore(self, position: int, need: RowSet) -> None:
         self.append(0, position)

@@ -43,9 +43,10 @@ def test_the_order_of_insertion_does_not_matter(value: dict[str, int]) -> None:
 @given(st.binary(max_size=60))
 def test_arbitrary_bytes_are_a_value_or_one_error(buffer: bytes) -> None:
     try:
-        assert encode(decode(buffer)) == buffer
-    except FormatError as error:
-        assert error.code in ("not-canonical", "limit-exceeded")
+        value = decode(buffer)
+    except FormatError:
+        return
+    assert encode(value) == buffer
 
 
 @given(st.dictionaries(st.text(max_size=4), values, min_size=1, max_size=4), st.data())

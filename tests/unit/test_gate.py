@@ -46,7 +46,7 @@ def test_the_same_model_fits_bitwise() -> None:
 )
 def test_geometry_differences_name_layer_and_field(other: Geometry, field: str, layer: int | None) -> None:
     refusals = gate(synthetic.make_cut(MIXED, 29), here(other)).refusals
-    assert [(r.code, r.field, r.layer) for r in refusals][0] == ("geometry-differs", field, layer)
+    assert (refusals[0].code, refusals[0].field, refusals[0].layer) == ("geometry-differs", field, layer)
 
 
 def test_equal_bytes_are_not_equal_heads() -> None:

@@ -226,18 +226,19 @@ def test_the_last_page_may_be_partial_and_pages_are_added_behind() -> None:
     assert paged.with_pages(3).append(19, 14).writes == (Span(19, 35, 14),)
 
 
-@pytest.mark.parametrize(("table", "code"), [((0, 4), "page-out-of-range"), ((-1,), "page-out-of-range")])
-def test_page_out_of_range(table: tuple[int, ...], code: str) -> None:
+@pytest.mark.parametrize("table", [(0, 4), (-1,)])
+def test_page_out_of_range(table: tuple[int, ...]) -> None:
     with pytest.raises(InstallError) as refusal:
         Paged(table, 4, 4)
-    assert (refusal.value.code, refusal.value.found) == (code, table[-1])
+    assert (refusal.value.code, refusal.value.found) == ("page-out-of-range", table[-1])
 
 
 def test_page_duplicate() -> None:
-    for refuse in (lambda: Paged((1, 2, 1), 4, 4), lambda: Paged((1, 2), 4, 4).with_pages(2)):
-        with pytest.raises(InstallError) as refusal:
-            refuse()
-        assert refusal.value.code == "page-duplicate"
+    with pytest.raises(InstallError, match="page 1 twice") as refusal:
+        Paged((1, 2, 1), 4, 4)
+    assert refusal.value.code == "page-duplicate"
+    with pytest.raises(InstallError, match="page 2 twice"):
+        Paged((1, 2), 4, 4).with_pages(2)
 
 
 @pytest.mark.parametrize(

@@ -44,10 +44,15 @@ def new_cache(model: Any, kind: str = "dynamic", capacity: int | None = None) ->
 
 @dataclass(frozen=True)
 class LiveCache:
-    """What a live cache is: its kind, its capacity in tokens (static only), and each layer with its adapter."""
+    """What a live cache is: its kind, its capacity in rows (static only), and each layer with its adapter.
+
+    ``most_tokens`` is the longest session that it can hold (None: no limit). A static sliding layer of at least its
+    window goes on for ever; a smaller one would lose rows that its window still covers.
+    """
 
     kind: str
     capacity: int | None
+    most_tokens: int | None
     layers: tuple[tuple[Any, LayerAdapter], ...]
 
 
@@ -92,10 +97,15 @@ def survey(model: Any, cache: Any) -> LiveCache:
                 found=type(layer).__name__,
                 hint="make the cache with the model's config: DynamicCache(config=model.config)",
             )
-    capacity = None
-    if kind == "static":
-        capacity = max(int(layer.max_cache_len) for layer, _ in adapters)
-    return LiveCache(kind, capacity, tuple(adapters))
+    if kind == "dynamic":
+        return LiveCache(kind, None, None, tuple(adapters))
+    capacity = max(int(layer.max_cache_len) for layer, _ in adapters)
+    _, windows = layer_types_and_windows(model)
+    endless = all(
+        window is not None and layer.max_cache_len >= window
+        for (layer, _), window in zip(adapters, windows, strict=True)
+    )
+    return LiveCache(kind, capacity, None if endless else capacity, tuple(adapters))
 
 
 def describe(model: Any) -> Geometry:

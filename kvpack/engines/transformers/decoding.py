@@ -87,16 +87,15 @@ def decode(
 
 def _require_room(model: Any, cache: Any, count: int) -> None:
     live = survey(model, cache)
-    for at, (layer, adapter) in enumerate(live.layers):
-        if live.kind == "static" and adapter.kind == "full":
-            position, capacity = adapter.position(layer), adapter.capacity(layer)
-            if position + count > capacity:
-                raise EngineError(
-                    "capacity-too-small",
-                    f"{count} tokens behind {position} do not fit into a static cache of {capacity}",
-                    layer=at,
-                    field="capacity",
-                    expected=position + count,
-                    found=capacity,
-                    hint="raise --capacity",
-                )
+    if live.most_tokens is None:
+        return
+    position = max(adapter.position(layer) for layer, adapter in live.layers)
+    if position + count > live.most_tokens:
+        raise EngineError(
+            "capacity-too-small",
+            f"{count} tokens behind {position} do not fit into a static cache of {live.most_tokens}",
+            field="capacity",
+            expected=position + count,
+            found=live.most_tokens,
+            hint="raise --capacity",
+        )

@@ -114,7 +114,7 @@ def plan(
     destination = Destination(
         geometry=describe(model),
         identity=with_cache(known, live.kind, live.capacity),
-        capacity=_most_tokens(live, capacity),
+        capacity=live.most_tokens,
         override=override,
     )
     report = gate(cut, destination, at=at)
@@ -173,17 +173,6 @@ def install(
         tokens=tuple(np.frombuffer(buffers.get(TOKENS, b""), dtype="<i4").tolist()),
         logits=_logits(cut.specs[LOGITS], buffers[LOGITS], model.device) if LOGITS in buffers else None,
     )
-
-
-def _most_tokens(live: LiveCache, capacity: int | None) -> int | None:
-    """How many tokens a cache of this capacity can stand at.
-
-    A static sliding layer of at least its window goes on for ever; one that is smaller loses rows that it needs.
-    """
-    if capacity is None:
-        return None
-    unbounded = all(adapter.kind == "sliding" and adapter.capacity(layer) < capacity for layer, adapter in live.layers)
-    return None if unbounded else capacity
 
 
 def _delta_faults(cut: CutView) -> list[CompatibilityError]:
