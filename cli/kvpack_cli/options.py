@@ -11,6 +11,7 @@ import click
 
 from kvpack.errors import ResourceError, UsageError
 from kvpack.trust import TrustPolicy, load_trust
+from kvpack_cli.engine import ENGINES
 from kvpack_cli.output import Output
 
 __all__ = [
@@ -69,7 +70,7 @@ def model_options(command: _Command) -> _Command:
     for option in (
         click.option("--dtype", type=click.Choice(["f32", "bf16", "f16"]), help="Default: the model's own."),
         click.option("--model", type=FILE, required=True, metavar="DIR|FILE.gguf", help="A model on this machine."),
-        click.option("--engine", type=click.Choice(["transformers"]), default="transformers", show_default=True),
+        click.option("--engine", type=click.Choice(list(ENGINES)), default="transformers", show_default=True),
     ):
         command = option(command)
     return command

@@ -113,6 +113,18 @@ class Output:
             head = click.style(label.ljust(width), dim=True)
             self.line(f"{' ' * indent}{head}  {printable(text)}")
 
+    def heading(self, title: str) -> None:
+        """A title above what follows."""
+        self.line()
+        self.line(click.style(title, bold=True))
+
+    def text(self, label: str, text: str) -> None:
+        """A model's words, below a label; they keep their lines."""
+        self.line()
+        self.line(click.style(f"{label}:", dim=True))
+        for line in text.splitlines() or [""]:
+            self.line(f"  {printable(line)}")
+
     def console(self) -> Console:
         """A rich console for tables: markup and highlighting off, as wide as its lines where it is no terminal."""
         from rich.console import Console

@@ -160,7 +160,7 @@ class RebasingRing:
         """
         require_next(self, start, count, layer)
         kept_from = self.retain(start) if retain is None else retain
-        if not self.base <= kept_from <= start:
+        if not self.base <= kept_from <= self.view_start(start):
             raise refused(
                 "lapped",
                 f"an append at {start} cannot keep the rows from {kept_from} on",

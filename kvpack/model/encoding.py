@@ -28,6 +28,8 @@ __all__ = [
     "Encoding",
     "UnknownEncoding",
     "encoding_from_wire",
+    "is_scalar",
+    "unknown_part",
 ]
 
 _NAME: Final = re.compile(r"[a-z0-9_]{1,32}")
@@ -167,6 +169,18 @@ class CompositeEncoding:
 
 
 AnyEncoding: TypeAlias = Encoding | CompositeEncoding | UnknownEncoding
+
+
+def unknown_part(encoding: AnyEncoding) -> str | None:
+    """The name of an encoding, or of a composite's field, that this version does not know; None if it knows all."""
+    if isinstance(encoding, CompositeEncoding):
+        return next((f.encoding.name for f in encoding.fields if isinstance(f.encoding, UnknownEncoding)), None)
+    return encoding.name if isinstance(encoding, UnknownEncoding) else None
+
+
+def is_scalar(encoding: AnyEncoding) -> bool:
+    """Whether one element is one block; a name that is not known may be (nobody can say that it is not)."""
+    return isinstance(encoding, UnknownEncoding) or (isinstance(encoding, Encoding) and not encoding.is_block)
 
 
 def _scalar(name: str, size: int) -> Encoding:

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Final
 
 from kvpack.errors import CompatibilityError, FormatError
-from kvpack.model.encoding import AnyEncoding, UnknownEncoding, encoding_from_wire
+from kvpack.model.encoding import AnyEncoding, CompositeEncoding, encoding_from_wire, unknown_part
 from kvpack.model.wire import WireMap, bad_manifest
 
 __all__ = [
@@ -205,7 +205,8 @@ class LayerGeometry:
             source=wire.opt_uint("source", most=65535),
             rope=wire.opt_string("rope"),
         )
-        wire.done()
+        if layer.kind in KNOWN_KINDS:  # a kind of a newer version may have keys of its own
+            wire.done()
         fault = layer.fault()
         if fault is not None:
             key, message = fault
@@ -251,7 +252,13 @@ class LayerGeometry:
             wanted = ()
         if roles != wanted:
             return "planes", f"a layer of the kind {self.kind} has the planes {', '.join(wanted) or 'none'}"
+        if self.kind == "latent" and not isinstance(self.planes[0].encoding, CompositeEncoding):
+            width = (self.kv_rank or 0) + (self.rope_dim or 0)
+            if self.planes[0].row_shape != (width,):
+                return "planes", f"the latent row has kv_rank + rope_dim = {width} elements"
         for plane in self.planes:
+            if len(set(plane.axes)) != len(plane.axes):
+                return "planes", f"plane {plane.role} names an axis twice"
             unit = self._unit_of(plane)
             if unit is not None and plane.unit is not unit:
                 return "planes", f"plane {plane.role} has the unit {unit.value}"
@@ -288,7 +295,7 @@ class Rope:
     def from_wire(cls, wire: WireMap) -> Rope:
         """Read one rotation."""
         rope = cls(
-            dim=wire.uint("dim", most=MAX_DIM),
+            dim=wire.uint("dim", least=1, most=MAX_DIM),
             pairing=wire.string("pairing"),
             theta=wire.float64("theta"),
             digest=wire.hash("digest"),
@@ -372,12 +379,13 @@ class Geometry:
                         found=layer.kind,
                     )
         for key, _, plane in self.planes():
-            if isinstance(plane.encoding, UnknownEncoding):
+            name = unknown_part(plane.encoding)
+            if name is not None:
                 raise CompatibilityError(
                     "unknown-encoding",
-                    f"{key} has the encoding {plane.encoding.name!r}, which this version cannot install",
+                    f"{key} has the encoding {name!r}, which this version cannot install",
                     layer=key.layer_or_none,
                     plane=str(key),
                     field="encoding",
-                    found=plane.encoding.name,
+                    found=name,
                 )

@@ -120,7 +120,7 @@ class Probe:
             position=wire.uint("position", most=MAX_POSITION),
             tokens=wire.uints("tokens", most=MAX_POSITION),
             digests=tuple(digests),
-            encoding=wire.string("encoding"),
+            encoding=wire.name("encoding"),
         )
         if not probe.digests or len(probe.digests) != len(probe.tokens):
             raise bad_manifest(

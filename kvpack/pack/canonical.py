@@ -6,6 +6,7 @@ What was decoded is encoded again and must give the same bytes, which catches ev
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Final
 
 import msgpack
@@ -85,7 +86,10 @@ class _Walker:
             raise _fault("a float32", at)
         if lead == 0xC1:
             raise _fault("a byte that begins nothing", at)
-        return self._unpacker.unpack()
+        scalar: object = self._unpacker.unpack()
+        if isinstance(scalar, float) and not isfinite(scalar):
+            raise _fault("a float that is not finite", at)
+        return scalar
 
     def _bounded(self, count: int, at: int) -> int:
         if count > MAX_ENTRIES:

@@ -10,12 +10,13 @@ from typing import Final
 from blake3 import blake3
 
 from kvpack.errors import FormatError, IntegrityError
+from kvpack.model.encoding import is_scalar
 from kvpack.model.geometry import Unit
 from kvpack.model.planes import TOKENS
 from kvpack.pack.manifest import Manifest, StoredPlane
 from kvpack.pack.preamble import TILE_ALIGN, Limits, Preamble, align
 
-__all__ = ["CODEC_NAMES", "Tile", "TileRecord", "expected_tiles", "index_hash", "parse_index"]
+__all__ = ["CODEC_NAMES", "Tile", "TileRecord", "expected_tiles", "index_hash", "parse_index", "require_index_hash"]
 
 CODEC_NAMES: Final = {0: "raw", 1: "zstd", 2: "split"}
 _LAYOUT: Final = struct.Struct("<IIIIIIHHI32s32s")
@@ -96,8 +97,8 @@ def index_hash(records: bytes) -> bytes:
     return blake3(records).digest()
 
 
-def parse_index(buffer: bytes, preamble: Preamble, manifest: Manifest, limits: Limits) -> tuple[TileRecord, ...]:
-    """Step 10 of a reader: index hash, records, exact coverage, and the end of the file."""
+def require_index_hash(buffer: bytes, manifest: Manifest) -> None:
+    """The first part of step 10: the index is what was written."""
     found = index_hash(buffer)
     if found != manifest.index_hash:
         raise IntegrityError(
@@ -107,6 +108,10 @@ def parse_index(buffer: bytes, preamble: Preamble, manifest: Manifest, limits: L
             expected=manifest.index_hash.hex(),
             found=found.hex(),
         )
+
+
+def parse_index(buffer: bytes, preamble: Preamble, manifest: Manifest, limits: Limits) -> tuple[TileRecord, ...]:
+    """The rest of step 10 of a reader: records, exact coverage, and the end of the file."""
     records = tuple(_records(buffer, preamble, manifest, limits))
     _require_offsets(records, preamble)
     _require_coverage(records, manifest)
@@ -135,7 +140,17 @@ def _records(buffer: bytes, preamble: Preamble, manifest: Manifest, limits: Limi
             tile, wanted = Tile(plane, first, rows, rows + raw), raw
         else:
             tile, wanted = Tile(plane, 0, first, first + rows), rows * spec.row_bytes
-        if raw != wanted or not stored or not raw:
+        if not stored:
+            raise FormatError("bad-index", f"tile {number} stores no bytes", field="stored_length", expected=1, found=0)
+        if codec == 2 and spec.unit is Unit.STATE and not is_scalar(spec.encoding):
+            raise FormatError(
+                "bad-index",
+                f"tile {number}: only states of scalar elements are split",
+                plane=str(spec.key),
+                field="codec",
+                found=codec,
+            )
+        if raw != wanted or not raw:
             raise FormatError(
                 "bad-index",
                 f"tile {number}: lengths disagree with its rows",

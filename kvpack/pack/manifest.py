@@ -8,7 +8,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Final
 
-from kvpack.errors import CompatibilityError
+from kvpack.errors import CompatibilityError, FormatError
 from kvpack.model.encoding import UnknownEncoding
 from kvpack.model.geometry import (
     MAX_POSITION,
@@ -22,7 +22,7 @@ from kvpack.model.geometry import (
 )
 from kvpack.model.identity import Identity
 from kvpack.model.layout import ProducerLayout
-from kvpack.model.planes import TOKENS, PlaneSpec, semantic_rows
+from kvpack.model.planes import TOKENS, PlaneSpec, semantic_rows, tokens_spec
 from kvpack.model.ranges import RowSet
 from kvpack.model.snapshot import CutRecord, Probe
 from kvpack.model.wire import WireMap, bad_manifest
@@ -174,7 +174,7 @@ class Manifest:
     def parse(cls, buffer: bytes, limits: Limits, *, encrypted: bool = False) -> Manifest:
         """Steps 7 and 8 of a reader: canonical decode, then meaning. ``encrypted`` is the preamble's flag."""
         wire = WireMap(canonical.decode(buffer), "")
-        sealed = _sealed_from_wire(wire, limits) if encrypted else None
+        sealed = _sealed_from_wire(wire, limits, encrypted)
         geometry = Geometry.from_wire(wire.map("geometry"))
         planes = wire.maps("planes", most=limits.planes)
         layers = {key: (layer, plane) for key, layer, plane in geometry.planes()}
@@ -201,7 +201,7 @@ class Manifest:
         wire.done()
         _require_order(manifest)
         _require_cuts(manifest)
-        _require_rows(manifest)
+        _require_rows(manifest, limits)
         return manifest
 
     def with_hashes(self, index_hash: bytes, state_ids: Mapping[int, bytes]) -> Manifest:
@@ -216,7 +216,12 @@ def _parent_from_wire(wire: WireMap) -> Parent:
     return parent
 
 
-def _sealed_from_wire(wire: WireMap, limits: Limits) -> Sealed:
+def _sealed_from_wire(wire: WireMap, limits: Limits, encrypted: bool) -> Sealed | None:
+    for key in ("recipients", "sealed"):
+        if wire.has(key) and not encrypted:
+            raise bad_manifest(wire.path(key), "stands in encrypted packs only")
+    if not encrypted:
+        return None
     for key in ("parent", "probe"):
         if wire.has(key):
             raise bad_manifest(wire.path(key), "stands in sealed in an encrypted pack")
@@ -241,8 +246,8 @@ def _plane_from_wire(wire: WireMap, layers: Mapping[PlaneKey, tuple[LayerGeometr
     shape = plane_shape(wire)
     wire.done()
     key = PlaneKey(scope, layer, shape.role)
-    if in_session and shape.unit not in (Unit.TOKEN, Unit.STATE):
-        raise bad_manifest(wire.path("unit"), "is token or state for a session plane", found=shape.unit.value)
+    if in_session:
+        _require_session_plane(wire, shape)
     spec = PlaneSpec(key, shape.encoding, shape.row_shape, row_bytes, shape.unit, rows)
     if not isinstance(shape.encoding, UnknownEncoding):
         try:
@@ -269,6 +274,17 @@ def _plane_from_wire(wire: WireMap, layers: Mapping[PlaneKey, tuple[LayerGeometr
             raise bad_manifest(wire.path(name), "disagrees with the geometry", expected=mine, found=getattr(spec, name))
     pool = owner.pool or 1
     return StoredPlane(spec, ranges, owner.window is not None, pool if spec.unit is Unit.POOL else 1)
+
+
+def _require_session_plane(wire: WireMap, shape: PlaneGeometry) -> None:
+    if shape.role != TOKENS.role:
+        if shape.unit is not Unit.STATE:
+            raise bad_manifest(wire.path("unit"), "is state", expected="state", found=shape.unit.value)
+        return
+    wanted = tokens_spec()
+    for name in ("unit", "encoding", "row_shape"):
+        if getattr(shape, name) != getattr(wanted, name):
+            raise bad_manifest(wire.path(name), "is not that of token ids: i32, shape [], unit token")
 
 
 def _ranges(wire: WireMap, key: str) -> RowSet:
@@ -310,10 +326,14 @@ def _require_cuts(manifest: Manifest) -> None:
         raise bad_manifest("cuts", "is empty")
     roles = {p.spec.key.role for p in manifest.planes if p.spec.key.scope == "session" and p.spec.unit is Unit.STATE}
     before = -1
+    known = 0
     for at, cut in enumerate(manifest.cuts):
         if cut.position <= before:
             raise bad_manifest(f"cuts[{at}].position", "cuts stand in strictly ascending order", found=cut.position)
         before = cut.position
+        if cut.tokens < known:
+            raise bad_manifest(f"cuts[{at}].tokens", "is less than at an earlier cut", expected=known, found=cut.tokens)
+        known = cut.tokens
         if (cut.draft_position is not None) != bool(manifest.geometry.draft_layers):
             raise bad_manifest(f"cuts[{at}].draft_position", "is present exactly if there are draft layers")
         history = any(layer.law == "history" for layer in manifest.layout.layers)
@@ -332,7 +352,16 @@ def _require_cuts(manifest: Manifest) -> None:
         raise bad_manifest("probe.position", "is not a cut", found=manifest.probe.position)
 
 
-def _require_rows(manifest: Manifest) -> None:
+def _require_rows(manifest: Manifest, limits: Limits) -> None:
+    if len(manifest.planes) * len(manifest.cuts) > limits.planes_by_cuts:
+        raise FormatError(
+            "limit-exceeded",
+            f"{len(manifest.planes)} planes by {len(manifest.cuts)} cuts are more than are read",
+            field="planes",
+            expected=limits.planes_by_cuts,
+            found=len(manifest.planes) * len(manifest.cuts),
+        )
+    last = manifest.cuts[-1]
     for at, plane in enumerate(manifest.planes):
         spec = plane.spec
         if spec.unit is Unit.STATE:
@@ -344,6 +373,13 @@ def _require_rows(manifest: Manifest) -> None:
                 )
         elif spec.unit is Unit.FIXED and plane.rows != RowSet.of((0, spec.rows or 0)):
             raise bad_manifest(f"planes[{at}].ranges", "needs every row", expected=spec.rows, found=str(plane.rows))
+        elif plane.rows.end > manifest.semantic(spec.key, last).end:
+            raise bad_manifest(
+                f"planes[{at}].ranges",
+                f"{spec.key} has rows behind the last cut",
+                expected=manifest.semantic(spec.key, last).end,
+                found=plane.rows.end,
+            )
         elif manifest.parent is None and manifest.sealed is None:
             for cut in manifest.cuts:
                 missing = manifest.semantic(spec.key, cut).minus(plane.rows)

@@ -60,6 +60,7 @@ class Limits:
     planes: int = 65_536
     cuts: int = 4_096
     recipients: int = 64
+    planes_by_cuts: int = 4_194_304
     raw_tile_bytes: int = 16 << 20
     file_bytes: int = 16 << 40
 

@@ -35,7 +35,7 @@ from kvpack.model.planes import PlaneSpec
 from kvpack.model.ranges import RowSet
 from kvpack.model.snapshot import CutRecord, Probe, RowSink
 from kvpack.pack.codecs import decode
-from kvpack.pack.index import Tile, TileRecord, parse_index
+from kvpack.pack.index import Tile, TileRecord, parse_index, require_index_hash
 from kvpack.pack.manifest import Manifest
 from kvpack.pack.preamble import (
     MANIFEST_OFFSET,
@@ -123,9 +123,9 @@ class PackReader:
     def _read_index(self) -> tuple[TileRecord, ...]:
         preamble = self.preamble
         block = _read_at(self._descriptor, preamble.index_offset, preamble.payload_offset - preamble.index_offset)
-        records = parse_index(block[: preamble.index_length], preamble, self.manifest, self._limits)
+        require_index_hash(block[: preamble.index_length], self.manifest)
         _require_zero(block[preamble.index_length :], "index")
-        return records
+        return parse_index(block[: preamble.index_length], preamble, self.manifest, self._limits)
 
     @property
     def records(self) -> tuple[TileRecord, ...]:

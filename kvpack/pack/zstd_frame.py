@@ -70,8 +70,8 @@ def _bad(message: str, *, field: str, expected: object = None, found: object = N
 def decompress_frame(frame: Buffer, content_length: int) -> bytes:
     """The ``content_length`` bytes (at least 1) of the one frame that ``frame`` is.
 
-    Raises FormatError ``bad-zstd-frame`` for a frame that the format does not allow, before any allocation,
-    and IntegrityError ``bad-zstd-frame`` for one that is truncated, damaged, or followed by other bytes.
+    Raises FormatError ``bad-zstd-frame`` for a frame that the format does not allow, or that is followed by other
+    bytes, and IntegrityError ``bad-zstd-frame`` for one that is truncated or damaged.
     """
     if content_length < 1:
         raise _bad("no bytes are stored as they are, never as a frame", field="content size", found=content_length)
@@ -106,6 +106,8 @@ def decompress_frame(frame: Buffer, content_length: int) -> bytes:
     try:
         content = _contexts.decompressor.decompress(frame, allow_extra_data=False)
     except zstandard.ZstdError as error:
+        if _decompresses_with_a_tail(frame, content_length):
+            raise _bad("bytes follow a zstd frame", field="frame length", found=len(frame)) from error
         raise IntegrityError("bad-zstd-frame", f"a zstd frame does not decompress: {error}") from error
     if len(content) != content_length:
         raise IntegrityError(
@@ -115,3 +117,10 @@ def decompress_frame(frame: Buffer, content_length: int) -> bytes:
             found=len(content),
         )
     return content
+
+
+def _decompresses_with_a_tail(frame: Buffer, content_length: int) -> bool:
+    try:
+        return len(_contexts.decompressor.decompress(frame, allow_extra_data=True)) == content_length
+    except zstandard.ZstdError:
+        return False

@@ -17,7 +17,7 @@ scalars = st.one_of(
     st.integers(-(1 << 63), (1 << 64) - 1),
     st.text(max_size=40),
     st.binary(max_size=300),
-    st.floats(allow_nan=False),
+    st.floats(allow_nan=False, allow_infinity=False),
 )
 values = st.recursive(
     scalars,

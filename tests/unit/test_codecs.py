@@ -445,6 +445,15 @@ def test_a_frame_that_the_format_does_not_allow_is_refused_unopened(
         FRAME + b"\0",
         FRAME + FRAME,
         FRAME + b"\x50\x2a\x4d\x18\0\0\0\0",
+    ],
+)
+def test_a_frame_that_is_followed_by_anything_is_refused(frame: bytes) -> None:
+    refuse_frame(frame, len(CONTENT), FormatError)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
         FRAME[:-1],
         FRAME[:20],
         rle_frame(2048, [2047]),
@@ -454,7 +463,7 @@ def test_a_frame_that_the_format_does_not_allow_is_refused_unopened(
         rle_frame(2048, [2048])[:-4] + b"\x07\0\0",
     ],
 )
-def test_a_frame_that_is_cut_damaged_or_followed_is_refused(frame: bytes) -> None:
+def test_a_frame_that_is_cut_or_damaged_is_refused(frame: bytes) -> None:
     refuse_frame(frame, len(CONTENT), IntegrityError)
 
 

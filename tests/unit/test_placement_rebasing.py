@@ -182,8 +182,12 @@ def test_a_transaction_keeps_the_window_of_its_base() -> None:
 @given(st.integers(0, 10**6), st.integers(1, 5000), st.integers(0, 4000), st.integers(1, 4000))
 def test_a_transaction_never_retains_past_its_base(base_length: int, window: int, staged: int, count: int) -> None:
     retain = transaction_retain(base_length + staged + count, base_length, window)
-    assert retain <= view_start(base_length, window)
-    assert retain % 32 == 0
+    assert retain == view_start(base_length, window)
+
+
+def test_the_retain_of_a_transaction_is_the_lower_of_its_two_bounds() -> None:
+    assert [transaction_retain(target, 1000, 32) for target in (95, 96, 127, 128, 5000)] == [32, 64, 64, 96, 960]
+    assert transaction_retain(31, 1000, 32) == 0
 
 
 # -- append, rewind, restore ---------------------------------------------------------------------------------------
@@ -232,6 +236,13 @@ def test_a_restore_copies_the_window_and_not_the_absolute_length() -> None:
         with pytest.raises(InstallError) as refusal:
             ring.restore_plan(length, layer=1)
         assert (refusal.value.code, refusal.value.layer) == ("lapped", 1)
+
+
+def test_a_restore_ends_where_the_window_was_lapped() -> None:
+    ring = RebasingRing(ROWS, WINDOW, 4128, 5151)
+    assert ring.restore_plan(4639) == RestorePlan(4128, 0, 511)
+    with pytest.raises(InstallError, match=r"found \[4096, 4638\)"):
+        ring.restore_plan(4638)
 
 
 def test_growth_copies_the_aligned_window() -> None:
