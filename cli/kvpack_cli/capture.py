@@ -87,7 +87,9 @@ def command(
     if cache == "dynamic":
         capacity_for(cache, capacity, 0)
     watch = Stopwatch()
-    cut, probe_text = _capture(output, watch, engine_module(engine), model, dtype, prompt, cache, capacity, steps, ignore_eos)
+    cut, probe_text = _capture(
+        output, watch, engine_module(engine), model, dtype, prompt, cache, capacity, steps, ignore_eos
+    )
     with watch.stage("write", f"writing {out.name}") as progress:
         written = kvpack.save(cut, out, codec=codec, sign=keys, force=force, progress=progress)
     _report(output, watch, cut, written, keys, probe_text)

@@ -27,7 +27,7 @@ from kvpack_cli.options import (
 )
 from kvpack_cli.output import Output, count_text, printable, seconds_text
 from kvpack_cli.progress import Stopwatch
-from kvpack_cli.proof import replay
+from kvpack_cli.proof import Proof, replay
 from kvpack_cli.restore import Choice, choose, known_tokens
 from kvpack_cli.texts import Prompt, common_length, excerpt, read_prompt, stop_tokens, text_of
 
@@ -69,7 +69,9 @@ Examples:
 @click.option("--chat", is_flag=True, help="The prompt is one user message for the model's chat template.")
 @click.option("--cache", type=click.Choice(["dynamic", "static"]), help="Default: as it was captured.")
 @click.option("--capacity", type=click.IntRange(min=1), metavar="N", help="Tokens that a static cache has room for.")
-@click.option("--at", type=click.IntRange(min=1), metavar="P", help="Reuse at most P tokens; without a prompt, end there.")
+@click.option(
+    "--at", type=click.IntRange(min=1), metavar="P", help="Reuse at most P tokens; with no prompt, end there."
+)
 @click.option(
     "--override",
     multiple=True,
@@ -115,6 +117,7 @@ def command(
             raise UsageError(
                 "no-probe", "the pack carries no probe to replay", field="probe", hint="capture it with --continue N"
             )
+        _require_fields(opened, override)
         require_model(model)
         prompt = read_prompt(prompt_file, chat=chat) if prompt_file is not None else None
         session = _Session(output, watch, opened, engine_module(engine), frozenset(override))
@@ -124,12 +127,27 @@ def command(
         if dry_run:
             session.answer()
             return
-        session.report.require()
-        if prove:
-            session.prove()
+        session.require()
         session.restore()
         session.go_on(max_new_tokens, ignore_eos=ignore_eos)
+        if prove:
+            session.prove()
         session.summarise()
+
+
+def _require_fields(pack: kvpack.Pack, names: Sequence[str]) -> None:
+    """A misspelt field must not pass for one that was accepted."""
+    known = pack.manifest.identity.compatibility
+    for name in names:
+        if name not in known:
+            raise UsageError(
+                "unknown-field",
+                f"the pack's identity has no field {name!r} to override",
+                field="override",
+                expected=", ".join(known),
+                found=name,
+                hint=f"its fields are {', '.join(known)}",
+            )
 
 
 @dataclass
@@ -146,7 +164,9 @@ class _Session:
     model: Any = None
     tokenizer: Any = None
     identity: Identity = field(default_factory=Identity)
+    length: int = 0
     parted: str | None = None
+    proof: Proof | None = None
     text: str | None = None
 
     def choose_cache(self, kind: str | None, capacity: int | None) -> None:
@@ -171,11 +191,10 @@ class _Session:
             stored = known_tokens(self.pack)
         wanted = prompt.tokens(self.tokenizer) if prompt is not None else None
         self.choice = self._choose(stored, wanted, limit, needs_logits=new_tokens > 0)
-        length = self.choice.at + len(self.choice.rest) + new_tokens
+        self.length = self.choice.at + len(self.choice.rest) + new_tokens
         if self.cache_kind == "static" and self.capacity is None:
             found = self.pack.manifest.identity.numerics.get("cache_capacity")
-            self.capacity = found if isinstance(found, int) and found >= length else None
-        self.capacity = capacity_for(self.cache_kind, self.capacity, length)
+            self.capacity = found if isinstance(found, int) and found >= self.length else self.length
         with self.watch.stage("gate", "holding the pack to the model"):
             self.report: GateReport = self.engine.plan(self.choice.cut, self.model, at=self.choice.at, **self._how)
         self.output.facts |= {
@@ -225,6 +244,7 @@ class _Session:
         refusals = self.report.refusals
         self.output.facts |= {"fits": not refusals, "refusals": [refusal.facts() for refusal in refusals]}
         if not refusals:
+            self.require()
             computed = len(self.choice.rest)
             self.output.line(
                 f"It fits: {count_text(self.choice.at)} tokens reused, {count_text(computed)} computed;"
@@ -233,9 +253,15 @@ class _Session:
             self._say_notes()
             return
         self.output.line(f"It would not fit, for {len(refusals)} reason{'s' if len(refusals) > 1 else ''}:")
-        for refusal in refusals:
-            self.output.line(f"  {printable(refusal.message)}")
-        self.report.require()
+        for reason in _grouped(refusals):
+            self.output.line(f"  {printable(reason)}")
+        self.require()
+
+    def require(self) -> None:
+        """Raise the refusal that explains the others, and what leaves no room for the new tokens."""
+        if self.report.refusals:
+            raise _leading(self.report.refusals)
+        capacity_for(self.cache_kind, self.capacity, self.length)
 
     @property
     def _claim_text(self) -> str:
@@ -270,7 +296,7 @@ class _Session:
             proof = replay(self.engine, self.model, installed, probe, progress)
         self.output.facts["proof"] = proof.facts()
         proof.require(report.claim)
-        self.output.fields([("proof", proof.sentence)])
+        self.proof = proof
 
     def restore(self) -> None:
         """Install, and feed what the pack lacks; the last logits are there afterwards if they are needed."""
@@ -319,7 +345,41 @@ class _Session:
         ]
         if self.parted:
             rows.insert(1, ("parted", self.parted))
+        if self.proof:
+            rows.insert(-2, ("proof", self.proof.sentence))
         rows += [("note", note) for note in self.report.notes]
         self.output.fields(rows)
         if self.text is not None:
             self.output.text("continued", self.text)
+
+
+def _leading(refusals: Sequence[CompatibilityError]) -> CompatibilityError:
+    """The refusal to act on first: in another element type or model, every plane differs as well."""
+    order = ("scalar", "architecture", "weights")
+    first = min(refusals, key=lambda refusal: order.index(refusal.field) if refusal.field in order else len(order))
+    more = len(refusals) - 1
+    return CompatibilityError(
+        first.code,
+        first.message + (f" ({more} more reason{'s' if more > 1 else ''})" if more else ""),
+        layer=first.layer,
+        plane=first.plane,
+        field=first.field,
+        expected=first.expected,
+        found=first.found,
+        hint=f"load the model with --dtype {first.expected}" if first.field == "scalar" else first.hint,
+    )
+
+
+def _grouped(refusals: Sequence[CompatibilityError]) -> list[str]:
+    """One line for what differs in the same way in many planes."""
+    groups: dict[str, list[str]] = {}
+    for refusal in refusals:
+        place = f"{refusal.plane}: "
+        inside = refusal.plane is not None and refusal.message.startswith(place)
+        groups.setdefault(refusal.message.removeprefix(place) if inside else refusal.message, []).append(
+            refusal.plane if inside and refusal.plane else ""
+        )
+    return [
+        reason if not places[0] else f"{places[0]}{f' and {len(places) - 1} more' if places[1:] else ''}: {reason}"
+        for reason, places in groups.items()
+    ]

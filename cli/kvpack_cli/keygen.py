@@ -21,7 +21,9 @@ Example:
   kvpack keygen --out me.key
 """,
 )
-@click.option("--out", "-o", type=FILE, required=True, metavar="KEY", help="The private key; the public one is KEY.pub.")
+@click.option(
+    "--out", "-o", type=FILE, required=True, metavar="KEY", help="The private key; KEY.pub is the public one."
+)
 @click.option("--force", is_flag=True, help="Replace existing files.")
 @json_option
 @click.pass_obj

@@ -55,9 +55,9 @@ def trust_option(command: _Command) -> _Command:
 
 def allow_unsigned_option(command: _Command) -> _Command:
     """``--allow-unsigned``: accept a pack that nobody known signed."""
-    return click.option(
-        "--allow-unsigned", is_flag=True, help="Accept a pack that nobody, or nobody known, signed."
-    )(command)
+    return click.option("--allow-unsigned", is_flag=True, help="Accept a pack that nobody, or nobody known, signed.")(
+        command
+    )
 
 
 def policy_of(trust: Path | None) -> TrustPolicy:

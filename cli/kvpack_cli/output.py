@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -90,10 +92,18 @@ def wants_colour() -> bool:
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-class Output:
-    """One command's output. ``facts`` is the JSON object, filled while the command works, so that it is there on an error.
+def _width() -> int:
+    """Columns that a line may take."""
+    if sys.stdout.isatty() or "COLUMNS" in os.environ:
+        return shutil.get_terminal_size().columns
+    return _PIPE_WIDTH
 
-    Everything else that a command says goes through :meth:`line`, :meth:`fields` or :meth:`console`, and is for people.
+
+class Output:
+    """One command's output.
+
+    ``facts`` is the JSON object, filled while the command works, so that it is there on an error. Everything else is
+    for people.
     """
 
     def __init__(self) -> None:
@@ -107,11 +117,15 @@ class Output:
 
     def fields(self, rows: Iterable[tuple[str, str]], *, indent: int = 0) -> None:
         """Aligned ``label  value`` lines; an empty label continues the value above it."""
-        pairs = list(rows)
+        pairs = [(printable(label), printable(text)) for label, text in rows]
         width = max((len(label) for label, _ in pairs), default=0)
+        left = _width() - indent - width - 2
         for label, text in pairs:
-            head = click.style(label.ljust(width), dim=True)
-            self.line(f"{' ' * indent}{head}  {printable(text)}")
+            # A digest or a path that is longer than the line stays whole, to be copied.
+            parts = textwrap.wrap(text, left, break_long_words=False, break_on_hyphens=False) if left > 20 else [text]
+            for at, part in enumerate(parts or [""]):
+                head = click.style((label if at == 0 else "").ljust(width), dim=True)
+                self.line(f"{' ' * indent}{head}  {part}".rstrip())
 
     def heading(self, title: str) -> None:
         """A title above what follows."""
@@ -129,9 +143,8 @@ class Output:
         """A rich console for tables: markup and highlighting off, as wide as its lines where it is no terminal."""
         from rich.console import Console
 
-        width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH
         return Console(
-            file=sys.stdout, width=width, markup=False, highlight=False, emoji=False, no_color=not wants_colour()
+            file=sys.stdout, width=_width(), markup=False, highlight=False, emoji=False, no_color=not wants_colour()
         )
 
     def finish(self) -> None:

@@ -21,7 +21,7 @@ __all__ = ["Choice", "choose", "known_tokens"]
 class Choice:
     """Restore ``cut`` at position ``at`` and feed ``rest``; with no rest, the stored logits give the next token.
 
-    ``tokens`` is the whole session: ``at`` restored, then ``rest``. It is empty where the pack does not know its tokens.
+    ``at`` may lie beyond what the cut can restore: the gate then says why.
     """
 
     cut: PackCut
@@ -69,7 +69,7 @@ def choose(
         if needs_logits and "logits" not in cut.record.extras:
             raise CompatibilityError(
                 "no-logits",
-                f"the pack carries neither tokens nor logits at {cut.record.position}, so no next token follows from it",
+                f"the pack carries neither tokens nor logits at {cut.record.position}, so nothing follows from it",
                 field="logits",
                 hint="restore without decoding: --max-new-tokens 0",
             )
@@ -82,9 +82,7 @@ def choose(
     return found
 
 
-def _deepest(
-    pack: Pack, session: Sequence[int], common: int, limit: int | None, needs_logits: bool
-) -> Choice | None:
+def _deepest(pack: Pack, session: Sequence[int], common: int, limit: int | None, needs_logits: bool) -> Choice | None:
     deepest = common if limit is None else min(common, limit)
     cuts = [pack.cut(record.position) for record in pack.manifest.cuts]
     if deepest == len(session):
@@ -114,7 +112,7 @@ def _parted(stored: Sequence[int], prompt: Sequence[int]) -> CompatibilityError:
     elif at == len(stored):
         message = f"the pack's tokens end at token {at}, and nothing of it can be restored"
     else:
-        message = f"the prompt parts from the pack's tokens at token {at}, and nothing of the pack can be restored there"
+        message = f"the prompt parts from the pack's tokens at token {at}, and nothing can be restored up to there"
     return CompatibilityError(
         "prompt-parts",
         message,

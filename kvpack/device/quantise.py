@@ -1,7 +1,7 @@
-"""From f32 to every encoding of :mod:`kvpack.model.encoding` that holds real numbers, and back: the byte-level reference.
+"""From f32 to every encoding of :mod:`kvpack.model.encoding` that holds real numbers, and back.
 
-Every other implementation (a CUDA kernel, an engine's own code) must give these bytes. Two rules hold throughout: each
-f32 operation is rounded on its own (no fused multiply-add), and subnormal numbers are kept.
+This is the byte-level reference: every other implementation, a CUDA kernel above all, must give these bytes. Two rules
+hold throughout: each f32 operation is rounded on its own (no fused multiply-add), and subnormal numbers are kept.
 
 =========== ===========================================================================================================
 f32         the bytes themselves
@@ -162,7 +162,8 @@ def _write_f8(values: Reals, mantissa: int, bias: int, largest: int, beyond: int
     code = np.where(small, steps.astype("<u4"), normal)
     code = np.where(code > largest, beyond, code)
     code = np.where(magnitude > 0x7F800000, 0x7F, code)
-    return (code | (words >> 24 & 0x80)).astype(np.uint8)
+    stored: Bytes = (code | (words >> 24 & 0x80)).astype(np.uint8)
+    return stored
 
 
 def _write_f8_e4m3(values: Reals) -> Bytes:
@@ -185,7 +186,7 @@ def _f8_e4m3_values() -> Reals:
 
 
 def _read_f8_e4m3(stored: Bytes) -> Reals:
-    return _f8_e4m3_values()[stored]
+    return np.take(_f8_e4m3_values(), stored)
 
 
 def _read_f8_e5m2(stored: Bytes) -> Reals:
@@ -231,8 +232,9 @@ def _reciprocal(scale: Reals) -> Reals:
     return np.where(np.isinf(inverse), np.float32(0), inverse)
 
 
-def _first_extreme(blocks: Reals, index: NDArray[np.intp]) -> Reals:
-    return np.take_along_axis(blocks, index[:, None], axis=-1)
+def _at(blocks: Reals, index: NDArray[np.intp]) -> Reals:
+    picked: Reals = np.take_along_axis(blocks, index[:, None], axis=-1)
+    return picked
 
 
 def _write_q8_0(values: Reals) -> Bytes:
@@ -249,9 +251,10 @@ def _write_signed(values: Reals, name: str, bits: int) -> Bytes:
     """q4_0 and q5_0: the number of largest magnitude (the first of equals) becomes the lowest code, zero the middle."""
     blocks = _blocks(values, name)
     middle = 1 << (bits - 1)
-    extreme = _first_extreme(blocks, np.abs(blocks).argmax(axis=-1))
+    extreme = _at(blocks, np.abs(blocks).argmax(axis=-1))
     # ggml starts from +0, so a block of zeros has the scale -0 whatever the signs of its zeros.
-    scale = np.where(extreme == 0, np.float32(0), extreme) / np.float32(-middle)
+    extreme[extreme == 0] = 0
+    scale = extreme / np.float32(-middle)
     codes = (blocks * _reciprocal(scale) + np.float32(middle + 0.5)).astype(np.uint8)
     return _pack(name, [scale], np.minimum(codes, (1 << bits) - 1))
 
@@ -260,9 +263,9 @@ def _write_ranged(values: Reals, name: str, bits: int) -> Bytes:
     """q4_1 and q5_1: the minimum becomes 0 and the maximum the highest code."""
     blocks = _blocks(values, name)
     highest = (1 << bits) - 1
-    lowest = _first_extreme(blocks, blocks.argmin(axis=-1))
+    lowest = _at(blocks, blocks.argmin(axis=-1))
     with np.errstate(over="ignore"):
-        scale = (_first_extreme(blocks, blocks.argmax(axis=-1)) - lowest) / np.float32(highest)
+        scale = (_at(blocks, blocks.argmax(axis=-1)) - lowest) / np.float32(highest)
     heads = [_halves(part, name) for part in (scale, lowest)]
     codes = ((blocks - lowest) * _reciprocal(scale) + np.float32(0.5)).astype(np.uint8)
     return _pack(name, [scale, lowest], np.minimum(codes, highest), heads)
@@ -274,7 +277,8 @@ def _pack(name: str, scales: list[Reals], codes: Bytes, heads: list[Bytes] | Non
     parts = heads if heads is not None else [_halves(scale, name) for scale in scales]
     if name.startswith("q5"):
         parts.append(np.packbits(codes >> 4, axis=-1, bitorder="little"))
-    parts.append((codes[:, :16] & 0x0F) | (codes[:, 16:] << 4))
+    low, high = codes[:, :16] & np.uint8(0x0F), codes[:, 16:] << np.uint8(4)
+    parts.append(low | high)
     return np.concatenate(parts, axis=-1).reshape(-1)
 
 

@@ -76,13 +76,15 @@ def gate(cut: CutView, destination: Destination, *, at: int | None = None) -> Ga
     lowered.extend(comparison.lowered)
     lowered.extend(f"{name} (overridden)" for name in comparison.overridden)
     notes.extend(f"{name}: absent on one side, not compared" for name in comparison.not_compared)
+    if cut.geometry.draft_layers and not destination.geometry.draft_layers:
+        notes.append("draft: not restored, the destination has no draft layers")
     need: Mapping[PlaneKey, RowSet] = {}
     if not refusals:
         faults = list(_position_faults(cut, destination, position))
         refusals.extend(faults)
         if not faults:
             draft = cut.record.draft_position
-            need = dict(needed_rows(cut.geometry, position, draft))
+            need = dict(needed_rows(destination.geometry, position, draft))
             need |= destination.need or {}
             refusals.extend(_row_faults(cut, need, position))
     if position != cut.record.position:
@@ -108,6 +110,8 @@ def _geometry_faults(pack: Geometry, here: Geometry) -> Iterator[CompatibilityEr
         (Scope.LAYER, pack.layers, here.layers),
         (Scope.DRAFT, pack.draft_layers, here.draft_layers),
     ):
+        if scope is Scope.DRAFT and not ours:
+            continue  # said in the notes: a main session is whole without its draft
         if len(theirs) != len(ours):
             yield _differs(f"{scope.value}s", None, None, len(theirs), len(ours))
             continue

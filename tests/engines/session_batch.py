@@ -1,8 +1,8 @@
 """One process for a whole batch of sessions: ``python -m tests.engines.session_batch produce|consume PLAN``.
 
-The plan is a JSON file: ``folder`` for packs and reports, and ``sessions``, each with ``model`` (a tiny model's name, or
-the path of a GGUF file), ``dtype``, ``kind``, ``capacity`` and ``position``. The producer prefills, captures, saves and
-decodes on; the consumer, in a fresh process, loads and decodes. Each writes one report of what it saw.
+The plan is a JSON file: ``folder`` for packs and reports, and ``sessions``, each with ``model`` (a tiny model's name,
+or the path of a GGUF file), ``dtype``, ``kind``, ``capacity`` and ``position``. The producer prefills, captures,
+saves and decodes on; the consumer, in a fresh process, loads and decodes. Each writes one report of what it saw.
 """
 
 from __future__ import annotations

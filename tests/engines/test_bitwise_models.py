@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests.engines.batch import assert_bitwise, run_batch
 
 POSITIONS = (511, 512, 513, 700, 1025)

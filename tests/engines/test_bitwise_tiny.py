@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
 from tests.engines.batch import assert_bitwise, run_batch
 from tests.engines.session_batch import name_of
 from tests.engines.tiny import DTYPES, NAMES, WINDOW
@@ -47,6 +48,8 @@ def test_restored_session_decodes_bit_for_bit(
 def test_the_models_say_something(reports: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> None:
     # Digests of one constant row would agree whatever the cache held. (A prompt of one token may repeat itself.)
     constant = [
-        name for name, (produced, _) in reports.items() if len(set(produced["digests"])) == 1 and not name.endswith("-1")
+        name
+        for name, (produced, _) in reports.items()
+        if len(set(produced["digests"])) == 1 and not name.endswith("-1")
     ]
     assert constant == []

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from kvpack.engines import transformers as engine
 from kvpack.engines.transformers.library import host_words
 from kvpack.errors import EngineError, KvpackError, UsageError
@@ -220,11 +221,20 @@ def test_unsupported_layer_kinds_are_named() -> None:
     assert (error.layer, error.found) == (0, "LinearAttentionLayer")
 
 
+def test_a_model_that_fails_is_one_line(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("first line\nsecond line")
+
+    monkeypatch.setattr(llama.lm_head, "forward", broken)
+    error = _refused("forward-failed", lambda: engine.prefill(llama, [5], engine.new_cache(llama)))
+    assert str(error) == "LlamaForCausalLM failed on 1 tokens: first line"
+    monkeypatch.setattr(llama.config, "layer_types", ["no such kind"], raising=False)
+    _refused("unsupported-cache", lambda: engine.new_cache(llama))
+
+
 def test_a_probe_of_another_position_is_refused(llama: Any) -> None:
     cache, _, tokens = session(llama, 8)
-    _refused(
-        "probe-elsewhere", lambda: engine.capture(llama, cache, tokens, probe=Probe(7, (1,), (bytes(32),), "f32"))
-    )
+    _refused("probe-elsewhere", lambda: engine.capture(llama, cache, tokens, probe=Probe(7, (1,), (bytes(32),), "f32")))
 
 
 def test_senseless_calls_are_usage_errors(llama: Any) -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from kvpack import load, save
 from kvpack.engines import transformers as engine
-from kvpack.errors import CompatibilityError, InstallError, IntegrityError
+from kvpack.engines.transformers import installing
+from kvpack.errors import CompatibilityError, InstallError, IntegrityError, ResourceError
 from kvpack.model.encoding import ENCODINGS
 from kvpack.model.geometry import Geometry, PlaneKey
 from kvpack.model.identity import Claim, Identity
@@ -77,9 +79,7 @@ def test_rows_shifted_by_one_change_the_logits(
     assert _continued(gemma, engine.install(shifted, gemma)) != uninterrupted
 
 
-def test_a_count_of_resident_rows_changes_the_logits(
-    gemma: Any, cut: Cut, uninterrupted: tuple[bytes, ...]
-) -> None:
+def test_a_count_of_resident_rows_changes_the_logits(gemma: Any, cut: Cut, uninterrupted: tuple[bytes, ...]) -> None:
     restored = engine.install(cut, gemma)
     for layer in restored.cache.layers:
         if layer.is_sliding:
@@ -233,7 +233,7 @@ def test_full_layers_restore_anywhere_and_say_compatible(llama: Any) -> None:
     assert restored.report.claim is Claim.COMPATIBLE
     assert restored.logits is None
     assert restored.tokens == cut.tokens[:40]
-    short, _, tokens = session(llama, 40)
+    short, _, _ = session(llama, 40)
     for mine, theirs in zip(restored.cache.layers, short.layers, strict=True):
         assert mine.keys.shape == theirs.keys.shape
     engine.prefill(llama, cut.tokens[40:], restored.cache)
@@ -270,3 +270,16 @@ def test_an_identity_that_the_caller_brings_is_compared(llama: Any) -> None:
     assert engine.plan(cut, llama, identity=threads).lowered == ("threads",)
     other = Identity({**mine.compatibility, "weights": bytes(32)}, mine.numerics)
     assert _refusals(cut, llama, identity=other)[0].field == "weights"
+
+
+def test_another_device_is_written_through_host_staging(
+    gemma: Any, cut: Cut, uninterrupted: tuple[bytes, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(installing, "_is_on_host", lambda tensor: False)
+    assert _continued(gemma, engine.install(cut, gemma)) == uninterrupted
+
+
+def test_a_capacity_that_no_memory_holds_is_a_resource_error(llama: Any) -> None:
+    with pytest.raises(ResourceError) as caught:
+        engine.install(captured(llama, 20), llama, cache="static", capacity=10**15)
+    assert (caught.value.code, caught.value.layer) == ("out-of-memory", 0)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
+
 from kvpack.engines import transformers as engine
 from kvpack.engines.transformers.layers import adapter_of
 from kvpack.model.encoding import ENCODINGS

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpack.engines.transformers.layers import LayerAdapter, adapter_of
-from kvpack.engines.transformers.library import forward, quiet, require_transformers
+from kvpack.engines.transformers.library import forward, one_line, quiet, require_transformers
 from kvpack.engines.transformers.rotation import kept_rotations, rotations
 from kvpack.errors import EngineError, UsageError
 from kvpack.model.geometry import Geometry, LayerGeometry
@@ -19,7 +19,8 @@ CACHE_KINDS = ("dynamic", "static")
 def new_cache(model: Any, kind: str = "dynamic", capacity: int | None = None) -> Any:
     """A fresh cache for the model, as transformers makes it: ``dynamic``, or ``static`` for ``capacity`` tokens.
 
-    Raises UsageError for an unknown kind, a static cache without a capacity, a dynamic one with a capacity.
+    Raises UsageError ``unknown-cache-kind``, ``bad-capacity`` (a static cache without one, a dynamic one with one), and
+    EngineError ``unsupported-cache`` where transformers itself cannot make it.
     """
     if kind not in CACHE_KINDS:
         raise UsageError(
@@ -37,9 +38,17 @@ def new_cache(model: Any, kind: str = "dynamic", capacity: int | None = None) ->
             found=capacity,
         )
     transformers = require_transformers()
-    if kind == "static":
-        return transformers.StaticCache(config=model.config, max_cache_len=capacity)
-    return transformers.DynamicCache(config=model.config)
+    try:
+        if kind == "static":
+            return transformers.StaticCache(config=model.config, max_cache_len=capacity)
+        return transformers.DynamicCache(config=model.config)
+    except Exception as error:
+        raise EngineError(
+            "unsupported-cache",
+            f"transformers makes no {kind} cache for the model type {model.config.model_type}: {one_line(error)}",
+            field="architecture",
+            found=model.config.model_type,
+        ) from error
 
 
 @dataclass(frozen=True)

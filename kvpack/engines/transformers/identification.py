@@ -141,6 +141,14 @@ def _template_digest(tokenizer: Any) -> IdentityValue:
 
 def _adapters(model: Any) -> IdentityValue:
     """``none``, or a digest over the active adapters: module, adapter, scale, tensors."""
+    for name, settings in dict(getattr(model, "peft_config", None) or {}).items():
+        if getattr(settings, "is_prompt_learning", False):
+            raise EngineError(
+                "unsupported-adapter",
+                f"the adapter {name} puts learned rows before the prompt, which its tokens do not determine",
+                field="adapters",
+                found=type(settings).__name__,
+            )
     whole = blake3(b"kvpack-adapters-v1\0")
     found = False
     for path, module in model.named_modules():

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from kvpack.engines.transformers.caches import LiveCache, describe, new_cache, survey
 from kvpack.engines.transformers.identification import identify, with_cache
-from kvpack.engines.transformers.library import host_words, require_torch, torch_dtype
-from kvpack.errors import CompatibilityError, InstallError
+from kvpack.engines.transformers.library import host_words, one_line, require_torch, torch_dtype
+from kvpack.errors import CompatibilityError, InstallError, ResourceError
 from kvpack.model.gate import Destination, GateReport, gate
 from kvpack.model.geometry import Geometry, PlaneKey, Scope
 from kvpack.model.identity import Identity
@@ -141,7 +141,8 @@ def install(
     contiguity that transformers itself leaves after the same number of tokens.
 
     Raises the gate's first refusal (CompatibilityError) before anything is allocated; what reading the rows raises,
-    and then no cache is handed out; InstallError ``rows-missing`` where rows did not come.
+    and then no cache is handed out; InstallError ``rows-missing`` where rows did not come; ResourceError
+    ``out-of-memory``.
     """
     report = plan(
         cut,
@@ -214,15 +215,27 @@ def _session_rows(cut: CutView, position: int) -> dict[PlaneKey, RowSet]:
 def _allocate(live: LiveCache, geometry: Geometry, position: int, device: Any) -> dict[PlaneKey, _Target]:
     targets: dict[PlaneKey, _Target] = {}
     for at, (layer, adapter) in enumerate(live.layers):
-        held = adapter.restore(layer, geometry.layers[at], position, device)
+        try:
+            held = adapter.restore(layer, geometry.layers[at], position, device)
+        except RuntimeError as error:
+            raise ResourceError(
+                "out-of-memory",
+                f"layer {at} cannot be allocated: {one_line(error)}",
+                layer=at,
+                field="capacity",
+            ) from error
         for role, tensor in held.planes.items():
             key = PlaneKey(Scope.LAYER.value, at, role)
-            if tensor.device.type == "cpu":
+            if _is_on_host(tensor):
                 targets[key] = _Target(host_words(tensor), held.first)
             else:
                 staging = require_torch().empty(tensor.shape, dtype=tensor.dtype)
                 targets[key] = _Target(host_words(staging), held.first, tensor)
     return targets
+
+
+def _is_on_host(tensor: torch.Tensor) -> bool:
+    return bool(tensor.device.type == "cpu")
 
 
 def _as_tensor(words: NDArray[Any], dtype: Any) -> torch.Tensor:

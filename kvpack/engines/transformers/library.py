@@ -153,7 +153,9 @@ def quiet() -> Iterator[None]:
 @cache
 def _keywords(forward_of_class: Any) -> tuple[str, bool]:
     parameters = inspect.signature(forward_of_class).parameters
-    return ("cache" if "cache" in parameters else "past_key_values"), "logits_to_keep" in parameters
+    # A wrapper that hands its keywords on names neither; transformers itself takes `cache`.
+    is_older = "past_key_values" in parameters and "cache" not in parameters
+    return ("past_key_values" if is_older else "cache"), "logits_to_keep" in parameters
 
 
 def vocabulary_size(model: Any) -> int:
@@ -167,7 +169,7 @@ def forward(model: Any, tokens: Sequence[int], cache: Any) -> torch.Tensor:
     Only the last row is asked for where the model can do that, as transformers' own ``generate`` does. ``no_grad``, not
     ``inference_mode``: a static cache made in inference mode could not be written outside of it.
 
-    Raises EngineError ``bad-token`` for a token id that the model has no embedding for.
+    Raises EngineError ``bad-token`` for a token id that the model has no embedding for, and ``forward-failed``.
     """
     torch = require_torch()
     size = vocabulary_size(model)
@@ -188,5 +190,13 @@ def forward(model: Any, tokens: Sequence[int], cache: Any) -> torch.Tensor:
     }
     if keeps_logits:
         arguments["logits_to_keep"] = 1
-    with torch.no_grad():
-        return model(**arguments).logits[0, -1]
+    try:
+        with torch.no_grad():
+            return model(**arguments).logits[0, -1]
+    except Exception as error:
+        raise EngineError(
+            "forward-failed",
+            f"{type(model).__name__} failed on {len(tokens)} tokens: {one_line(error)}",
+            field="model",
+            found=type(error).__name__,
+        ) from error
