@@ -3,8 +3,8 @@
     python benchmarks/move.py                       # one layer of 2 heads x 128 f16, 131,072 rows
     python benchmarks/move.py --heads 8 --head-bytes 136 --rows 65536
 
-Every figure is the best of ``--repeats``; the contenders alternate, so that a slow second of the machine falls on all of
-them. A ratio of 1.00 is the speed of one thread's plain copy; above it the copy is faster.
+Every figure is the best of ``--repeats``; the contenders alternate, so that a slow second of the machine falls on all
+of them. A ratio of 1.00 is the speed of one thread's plain copy; above it the copy is faster.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def _plane_facts(plane: StoredPlane, stored_bytes: int) -> dict[str, object]:
 def _show(output: Output, inspection: Inspection, *, planes: bool, tiles: bool) -> None:
     from kvpack_cli.layer_map import layer_table, plane_table, strip, tile_table
 
-    manifest, console = inspection.manifest, output.console()
+    manifest = inspection.manifest
     output.fields([*_header(inspection), *_proof(inspection)])
     for title, entries in (
         ("Identity: must agree", manifest.identity.compatibility),
@@ -110,7 +110,7 @@ def _show(output: Output, inspection: Inspection, *, planes: bool, tiles: bool) 
     for line in strip(inspection):
         output.line(f"  {line}")
     output.line()
-    console.print(layer_table(inspection))
+    output.table(layer_table(inspection))
     output.heading("Cuts")
     output.fields([(count_text(cut.position), _cut_text(cut)) for cut in manifest.cuts], indent=2)
     if manifest.probe is not None:
@@ -119,7 +119,7 @@ def _show(output: Output, inspection: Inspection, *, planes: bool, tiles: bool) 
     for title, wanted, table in (("Planes", planes, plane_table), ("Tiles", tiles, tile_table)):
         if wanted:
             output.heading(title)
-            console.print(table(inspection))
+            output.table(table(inspection))
 
 
 def _header(inspection: Inspection) -> list[tuple[str, str]]:

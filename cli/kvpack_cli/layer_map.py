@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from kvpack.api import Inspection
+from kvpack.model.encoding import CompositeEncoding
 from kvpack.model.geometry import LayerGeometry, PlaneKey, Scope, Unit
 from kvpack.model.planes import PlaneSpec
 from kvpack.model.ranges import RowSet
@@ -51,6 +52,13 @@ def strip(inspection: Inspection) -> list[str]:
 def shape_text(spec: PlaneSpec) -> str:
     """A row's shape as heads x dim: ``3x64``; a composite row has none."""
     return "x".join(str(size) for size in spec.row_shape) or "1"
+
+
+def encoding_text(spec: PlaneSpec) -> str:
+    """Shape and encoding; of a composite row only its bytes, since its fields take more than a line."""
+    if isinstance(spec.encoding, CompositeEncoding):
+        return f"composite {spec.row_bytes} B"
+    return f"{shape_text(spec)} {spec.encoding.name}"
 
 
 def kind_text(layer: LayerGeometry) -> str:
@@ -152,7 +160,7 @@ def _groups(inspection: Inspection) -> list[_Group]:
 def _table(*columns: str, right: tuple[str, ...] = ()) -> Table:
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for name in columns:
         table.add_column(name, justify="right" if name in right else "left", no_wrap=True)
     return table
@@ -169,7 +177,7 @@ def layer_table(inspection: Inspection) -> Table:
         table.add_row(
             layers,
             kind,
-            printable(f"{' '.join(part.roles)}  {shape_text(spec)} {spec.encoding.name}"),
+            printable(f"{' '.join(part.roles)} {encoding_text(spec)}"),
             bar(part.plane, position),
             rows_text(part.plane),
             bytes_text(part.raw_bytes),
@@ -196,15 +204,12 @@ def plane_table(inspection: Inspection) -> Table:
     tiles: dict[int, int] = {}
     for record in inspection.records:
         tiles[record.tile.plane] = tiles.get(record.tile.plane, 0) + 1
-    table = _table(
-        "plane", "shape", "encoding", "unit", "rows", "raw", "stored", "tiles", right=("raw", "stored", "tiles")
-    )
+    table = _table("plane", "row", "unit", "rows", "raw", "stored", "tiles", right=("raw", "stored", "tiles"))
     for number, plane in enumerate(inspection.manifest.planes):
         spec = plane.spec
         table.add_row(
             printable(str(spec.key)),
-            shape_text(spec),
-            printable(spec.encoding.name),
+            printable(encoding_text(spec)),
             spec.unit.value,
             str(plane.rows),
             bytes_text(plane.raw_bytes),

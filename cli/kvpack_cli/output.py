@@ -16,7 +16,7 @@ import click
 from kvpack.errors import KvpackError
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.table import Table
 
 __all__ = [
     "Output",
@@ -33,7 +33,7 @@ __all__ = [
 ERROR_FIELDS = ("family", "code", "message", "layer", "plane", "field", "expected", "found", "hint")
 
 # Nothing is wrapped in a pipe: a program that reads lines must find each fact on one.
-_PIPE_WIDTH = 400
+_LONGEST_LINE = 10_000
 
 
 def printable(text: str) -> str:
@@ -96,7 +96,7 @@ def _width() -> int:
     """Columns that a line may take."""
     if sys.stdout.isatty() or "COLUMNS" in os.environ:
         return shutil.get_terminal_size().columns
-    return _PIPE_WIDTH
+    return _LONGEST_LINE
 
 
 class Output:
@@ -139,13 +139,13 @@ class Output:
         for line in text.splitlines() or [""]:
             self.line(f"  {printable(line)}")
 
-    def console(self) -> Console:
-        """A rich console for tables: markup and highlighting off, as wide as its lines where it is no terminal."""
+    def table(self, table: Table) -> None:
+        """A table for people: markup and highlighting off, and never cut off to fit a terminal."""
         from rich.console import Console
 
-        return Console(
-            file=sys.stdout, width=_width(), markup=False, highlight=False, emoji=False, no_color=not wants_colour()
-        )
+        console = Console(file=sys.stdout, width=_LONGEST_LINE, markup=False, highlight=False, emoji=False)
+        console.no_color = not wants_colour()
+        console.print(table)
 
     def finish(self) -> None:
         """Print the JSON object, if one is wanted."""

@@ -24,6 +24,7 @@ constexpr u32 kChunkBytes = 1024;         // a leaf of BLAKE3's tree
 constexpr u32 kF32 = 0;
 constexpr u32 kF16 = 1;
 constexpr u32 kBf16 = 2;
+constexpr u32 kRaw = 3;  // the chunk of a stage is in the ring's own bytes
 
 // A divisor with its reciprocal: for n < 2^31, n / divisor = (n * magic) >> shift.
 struct Divisor {
@@ -54,10 +55,11 @@ struct MoveJob {
 static_assert(sizeof(MoveJob) == 96, "the table is read with a stride of 96 bytes");
 
 // A chunk that would overwrite ring rows that its own queries still need: the ring's live rows, un-rotated, and the
-// chunk's f32 rows behind them, in one linear shadow of the ring's format. A unit is `unit_elements` (8 or 1) elements.
+// chunk's rows behind them, in one linear shadow. A unit is one access of `unit_bytes` of ring and shadow: as in MoveJob
+// where the chunk is raw, 16 or 2 where its f32 numbers become f16 or bf16.
 struct StageJob {
     u64 ring;               // address of part 0 of physical row 0
-    u64 chunk;              // address of the chunk's first row, f32
+    u64 chunk;              // address of the chunk's first row
     u64 shadow;             // address of the shadow's first row
     u64 ring_row_stride;    // bytes, as all that follow
     u64 ring_part_stride;
@@ -66,13 +68,13 @@ struct StageJob {
     u64 shadow_row_stride;
     u64 shadow_part_stride;
     u32 units;              // of the live rows and the chunk's, below 2^31
-    u32 unit_elements;
+    u32 unit_bytes;
     Divisor row_units;
     Divisor part_units;
     u32 first;              // physical row of the oldest live row
     u32 ring_rows;
     u32 live;               // rows that come from the ring
-    u32 format;             // kF16 or kBf16
+    u32 format;             // kRaw, kF16 or kBf16
     u32 tile_begin;
     u32 reserved;
 };

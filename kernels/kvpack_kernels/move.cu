@@ -54,10 +54,10 @@ __device__ __forceinline__ void move(const MoveJob* jobs, u32 job_count) {
 
 }  // namespace kvpack
 
-extern "C" __global__ void __launch_bounds__(256) kvpack_gather(const kvpack::MoveJob* jobs, unsigned job_count) {
+extern "C" __global__ void __launch_bounds__(kvpack::kThreads) kvpack_gather(const kvpack::MoveJob* jobs, unsigned job_count) {
     kvpack::move<true>(jobs, job_count);
 }
 
-extern "C" __global__ void __launch_bounds__(256) kvpack_scatter(const kvpack::MoveJob* jobs, unsigned job_count) {
+extern "C" __global__ void __launch_bounds__(kvpack::kThreads) kvpack_scatter(const kvpack::MoveJob* jobs, unsigned job_count) {
     kvpack::move<false>(jobs, job_count);
 }

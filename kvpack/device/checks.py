@@ -39,7 +39,7 @@ __all__ = [
 Intervals: TypeAlias = NDArray[np.int64]
 """[n, 2]: first byte and one past the last."""
 
-MAX_PART_BYTES: Final = 1 << 30
+MAX_ROW_BYTES: Final = 1 << 30
 STAGED: Final = ("f16", "bf16")
 
 
@@ -57,8 +57,8 @@ def check_extent(what: str, available: int, offset: int, nbytes: int) -> None:
 
 
 def _check_strides(what: str, strides: RowStrides) -> None:
-    if strides.parts < 1 or not 1 <= strides.part_bytes <= MAX_PART_BYTES:
-        raise refused("bad-strides", what, f"parts of 1 to {MAX_PART_BYTES} bytes", strides)
+    if min(strides.parts, strides.part_bytes) < 1 or strides.row_bytes > MAX_ROW_BYTES:
+        raise refused("bad-strides", what, f"rows of 1 to {MAX_ROW_BYTES} bytes", strides)
     if min(strides.row_stride, strides.part_stride, strides.base) < 0:
         raise refused("bad-strides", what, "strides of 0 or more bytes", strides)
 
@@ -113,10 +113,14 @@ def check_places_disjoint(moves: Sequence[Move], addresses: Sequence[int]) -> No
     intervals, owners = intervals[order], owners[order]
     reach = np.maximum.accumulate(intervals[:, 1])
     cluster = np.concatenate([[0], np.cumsum(intervals[1:, 0] >= reach[:-1])])
-    crowded = np.bincount(cluster)[cluster] > 1
-    selfish = [index for index, move in enumerate(moves) if _nesting(move) is None]
-    for group in {*np.unique(cluster[crowded]).tolist(), *cluster[np.isin(owners, selfish)].tolist()}:
-        _check_exactly(moves, addresses, np.unique(owners[cluster == group]).tolist())
+    unnested = [index for index, move in enumerate(moves) if _nesting(move) is None]
+    suspect = (np.bincount(cluster)[cluster] > 1) | np.isin(owners, unnested)
+    if not suspect.any():
+        return
+    owners, cluster = owners[suspect], cluster[suspect]
+    # Pages that alternate make a cluster each, but few different sets of moves.
+    for members in {frozenset(g.tolist()) for g in np.split(owners, np.flatnonzero(np.diff(cluster)) + 1)}:
+        _check_exactly(moves, addresses, sorted(members))
 
 
 def _check_exactly(moves: Sequence[Move], addresses: Sequence[int], members: list[int]) -> None:

@@ -94,7 +94,7 @@ class LiveCache:
         self.index_rows = index_rows
         self._taint: str | None = None
         self._quiesced = 0
-        self._checkpoints = 0
+        self._replay = 0
         self.generation = self.new_generation()
         self.counters: Buffer = devices(0).allocate(8 * max(1, len(geometry.layers) + len(geometry.draft_layers)))
 
@@ -203,6 +203,7 @@ class LiveCache:
         fresh.extras.clear()
         fresh.rope_delta = fresh.position = fresh.draft_position = 0
         self._taint = None
+        self._replay = 0
         self.write_counters()
 
     # --- appending -------------------------------------------------------------------------------------------------
@@ -250,6 +251,7 @@ class LiveCache:
         if scope is Scope.LAYER:
             now.position += count
             now.tokens.extend(tokens)
+            self._replay = max(0, self._replay - count)
         else:
             now.draft_position += count
         now.extras.clear()
@@ -366,9 +368,20 @@ class LiveCache:
         if words:
             self._devices(0).write(self.counters, 0, memoryview(bytes(words)))
 
+    def owe_replay(self, tokens: int) -> None:
+        """After a rolled-back block: so many accepted tokens must be appended again before a capture is allowed."""
+        self._replay = tokens
+
     def hold(self) -> None:
-        """Quiesce the session for a capture; calls nest."""
+        """Quiesce the session for a capture; calls nest. Refused while accepted tokens wait to be replayed."""
         self.require_usable("a capture", quiet=False)
+        if self._replay:
+            raise InstallError(
+                "replay-pending",
+                f"{self._replay} accepted tokens must be replayed before a capture",
+                expected=0,
+                found=self._replay,
+            )
         self._quiesced += 1
 
     def release(self) -> None:

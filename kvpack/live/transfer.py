@@ -300,8 +300,8 @@ def install(
     """Install ``cut`` into this fresh cache, in place: addresses stay, counters are written last.
 
     ``identity`` is the destination's own. Raises the gate's CompatibilityError, InstallError ``not-fresh`` or
-    ``tainted`` with every byte as before; where a tile fails its verification, the error is raised with the cache zeroed
-    and at length 0.
+    ``tainted`` with every byte as before; where a tile fails its verification, the error is raised with the cache
+    zeroed and at length 0.
     """
     cache.require_usable("an install")
     if cache.position or cache.draft_position:
