@@ -11,14 +11,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeAlias
 
-from kvpack.errors import IntegrityError
-from kvpack.model.geometry import PlaneKey, Unit
-from kvpack.model.ranges import RowSet
-from kvpack.model.snapshot import Cut, PlaneRows
+from kvpack.errors import FormatError, IntegrityError, ResourceError, UsageError
+from kvpack.model.geometry import PlaneKey
+from kvpack.model.snapshot import Cut, CutView, PlaneRows
+from kvpack.pack.compose import CutRows, compose, require_continuation
 from kvpack.pack.index import TileRecord
-from kvpack.pack.manifest import Manifest, StoredPlane
+from kvpack.pack.manifest import Manifest
 from kvpack.pack.preamble import Limits
-from kvpack.pack.reader import PackCut, PackReader, TileFault
+from kvpack.pack.reader import PackReader, TileFault
+from kvpack.pack.view import MAX_CHAIN, PackChain, PackCut
 from kvpack.pack.writer import Progress, WrittenPack, write_pack
 from kvpack.trust import (
     PublicKey,
@@ -94,20 +95,11 @@ def _now(now: int | None) -> int:
     return int(time.time()) if now is None else now
 
 
-class _CutRows:
-    """A cut in memory as the writer's row source."""
-
-    def __init__(self, cut: Cut) -> None:
-        self._planes = cut.planes
-
-    def rows(self, key: PlaneKey, ordinal: int, first: int, end: int) -> memoryview:
-        return self._planes[key].slice(first, end)
-
-
 def save(
-    cut: Cut,
+    cut: CutView | Sequence[CutView],
     path: FilePath,
     *,
+    parent: PackCut | None = None,
     codec: str = DEFAULT_CODEC,
     sign: SigningKey | Sequence[SigningKey] = (),
     force: bool = False,
@@ -119,46 +111,38 @@ def save(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> WrittenPack:
-    """Write ``cut`` to ``path`` as a pack; atomic, private (0600), and never over an existing file without ``force``.
+    """Write ``cut``, or several cuts of one session, to ``path`` as a pack; atomic, private (0600), and never over an
+    existing file without ``force``.
 
     ``codec`` is ``raw``, ``zstd`` or ``split``; ``created`` and ``expires`` are seconds since 1970. With the same
     cut, codec, salt, time and key the file is the same byte for byte.
 
-    Raises UsageError ``output-exists``, ResourceError (``disk-full``, ``read-only``), FormatError ``limit-exceeded``.
+    A cut may be in memory, a held live cache, or a cut of another pack. With ``parent``, a cut of an open pack, only
+    what follows it is stored: a delta, which needs its parent to be read.
+
+    Raises UsageError ``output-exists``, CompatibilityError ``cuts-differ`` and ``not-a-continuation``, ResourceError
+    (``disk-full``, ``read-only``), FormatError ``limit-exceeded``.
     """
     keys = (sign,) if isinstance(sign, SigningKey) else tuple(sign)
-    windows = {key: layer.window is not None for key, layer, _ in cut.geometry.planes()}
-    pools = {key: layer.pool or 1 for key, layer, _ in cut.geometry.planes()}
-    planes = tuple(
-        StoredPlane(
-            rows.spec,
-            RowSet.of((0, 1)) if rows.spec.unit is Unit.STATE else rows.rows,
-            windows.get(key, False),
-            pools.get(key, 1) if rows.spec.unit is Unit.POOL else 1,
-        )
-        for key, rows in cut.planes.items()
-    )
-    manifest = Manifest(
-        geometry=cut.geometry,
-        identity=cut.identity,
-        layout=cut.layout,
-        cuts=(cut.record,),
-        planes=planes,
+    cuts = tuple(cut) if isinstance(cut, Sequence) else (cut,)
+    manifest = compose(
+        cuts,
         created=_now(created),
         producer=("kvpack", __version__),
         salt=secrets.token_bytes(32) if salt is None else salt,
+        parent=parent.as_parent if parent is not None else None,
         epoch=epoch,
         expires=expires,
         stream=stream,
-        probe=cut.probe,
-        provenance=cut.provenance,
     )
+    if parent is not None:
+        require_continuation(cuts[-1], parent)
 
     def signer(signed: bytes) -> bytes:
         return build_region([sign_front(signed, key) for key in keys])
 
     return write_pack(
-        Path(path), manifest, _CutRows(cut), codec=codec, signer=signer, force=force, threads=threads, progress=progress
+        Path(path), manifest, CutRows(cuts), codec=codec, signer=signer, force=force, threads=threads, progress=progress
     )
 
 
@@ -191,10 +175,15 @@ class Inspection:
 class Pack:
     """An open pack whose front and signatures have been checked; rows are read on demand, each verified."""
 
-    def __init__(self, reader: PackReader, verification: Verification) -> None:
+    def __init__(self, chain: PackChain, verification: Verification) -> None:
         """Made by :func:`open_pack`."""
-        self.reader = reader
+        self.chain = chain
         self.verification = verification
+
+    @property
+    def reader(self) -> PackReader:
+        """The pack's own file; its parents' are in ``chain``."""
+        return self.chain.readers[0]
 
     def __enter__(self) -> Pack:
         return self
@@ -205,8 +194,8 @@ class Pack:
         self.close()
 
     def close(self) -> None:
-        """Close the file."""
-        self.reader.close()
+        """Close the file, and its parents'."""
+        self.chain.close()
 
     @property
     def manifest(self) -> Manifest:
@@ -218,28 +207,31 @@ class Pack:
 
         CompatibilityError ``no-such-cut``.
         """
-        return self.reader.cut(position)
+        return self.chain.cut(position)
 
     def inspection(self) -> Inspection:
         """The front's facts."""
-        reader = self.reader
-        return Inspection(
-            path=reader.path,
-            manifest=reader.manifest,
-            records=reader.records,
-            pack_id=reader.pack_id,
-            file_bytes=reader.preamble.file_length,
-            encrypted=reader.preamble.encrypted,
-            verification=self.verification,
-        )
+        return _inspection(self.reader, self.verification)
 
 
-def _open(
+def _inspection(reader: PackReader, verification: Verification) -> Inspection:
+    return Inspection(
+        path=reader.path,
+        manifest=reader.manifest,
+        records=reader.records,
+        pack_id=reader.pack_id,
+        file_bytes=reader.preamble.file_length,
+        encrypted=reader.preamble.encrypted,
+        verification=verification,
+    )
+
+
+def _read(
     path: FilePath, trust: Trust, *, enforce: bool, allow_unsigned: bool, now: int | None, limits: Limits | None
-) -> Pack:
+) -> tuple[PackReader, Verification]:
     keeper = _Gatekeeper(_policy(trust), enforce=enforce, allow_unsigned=allow_unsigned, now=_now(now))
     reader = PackReader(Path(path), check=keeper, limits=limits)
-    return Pack(reader, keeper.verification)
+    return reader, keeper.verification
 
 
 def open_pack(
@@ -247,21 +239,52 @@ def open_pack(
     *,
     trust: Trust = None,
     allow_unsigned: bool = False,
+    parents: FilePath | None = None,
     now: int | None = None,
     limits: Limits | None = None,
 ) -> Pack:
     """Open a pack for reading: the front is verified, and refused unless ``trust`` vouches for it.
 
-    ``allow_unsigned`` accepts a pack that nobody, or nobody known, signed. Raises the errors of the reader's steps 1
-    to 10 (spec, section 13).
+    ``allow_unsigned`` accepts a pack that nobody, or nobody known, signed. ``parents`` is the folder in which a
+    delta's parents are looked for, by state id; each of them passes the same checks. Raises the errors of the
+    reader's steps 1 to 10 (spec, section 13), CompatibilityError ``parent-missing``.
     """
-    pack = _open(path, trust, enforce=True, allow_unsigned=allow_unsigned, now=now, limits=limits)
+
+    def read(file: FilePath) -> tuple[PackReader, Verification]:
+        return _read(file, trust, enforce=True, allow_unsigned=allow_unsigned, now=now, limits=limits)
+
+    reader, verification = read(path)
+    readers = [reader]
     try:
-        pack.reader.require_state_ids()
+        while readers[-1].manifest.parent is not None and parents is not None and len(readers) <= MAX_CHAIN:
+            found = _find_parent(Path(parents), readers[-1])
+            if found is None:
+                break
+            readers.append(read(found)[0])
+        chain = PackChain(readers)
+        chain.require_state_ids()
     except BaseException:
-        pack.close()
+        for opened in readers:
+            opened.close()
         raise
-    return pack
+    return Pack(chain, verification)
+
+
+def _find_parent(folder: Path, child: PackReader) -> Path | None:
+    """The file in ``folder`` that has the cut which ``child`` continues; files that are no packs are passed over."""
+    named = child.manifest.parent
+    assert named is not None
+    if not folder.is_dir():
+        raise UsageError("no-such-folder", f"there is no folder {folder}", found=str(folder))
+    for file in sorted(folder.glob("*.kvpack")):
+        try:
+            with PackReader(file, index=False) as reader:
+                cut = reader.manifest.cut_at(named.position)
+        except (FormatError, IntegrityError, UsageError, ResourceError):
+            continue
+        if cut is not None and cut.state_id == named.state_id:
+            return file
+    return None
 
 
 def load(
@@ -270,13 +293,14 @@ def load(
     trust: Trust = None,
     allow_unsigned: bool = False,
     at: int | None = None,
+    parents: FilePath | None = None,
     now: int | None = None,
     limits: Limits | None = None,
     threads: int | None = None,
     on_bytes: Callable[[int], None] | None = None,
 ) -> Cut:
     """Read one cut of a pack into memory, every byte verified. ``at`` names a cut's position (the last by default)."""
-    with open_pack(path, trust=trust, allow_unsigned=allow_unsigned, now=now, limits=limits) as pack:
+    with open_pack(path, trust=trust, allow_unsigned=allow_unsigned, parents=parents, now=now, limits=limits) as pack:
         view = pack.cut(at)
         view.on_bytes = on_bytes
         buffers = {
@@ -305,8 +329,9 @@ def inspect(path: FilePath, *, trust: Trust = None, now: int | None = None, limi
 
     Raises Format, Integrity and Resource errors of the front; an untrusted pack is shown, not refused.
     """
-    with _open(path, trust, enforce=False, allow_unsigned=True, now=now, limits=limits) as pack:
-        return pack.inspection()
+    reader, verification = _read(path, trust, enforce=False, allow_unsigned=True, now=now, limits=limits)
+    with reader:
+        return _inspection(reader, verification)
 
 
 @dataclass(frozen=True)
@@ -345,20 +370,21 @@ def verify(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Verified:
-    """Check everything about a pack: front, signatures, every tile, every state id. Does not need the model.
+    """Check everything about a pack: front, signatures, every tile, every state id. Needs neither model nor parents.
 
     Raises what the front is refused for; bad tiles are collected in the result, so that all of them can be named.
     """
-    with _open(path, trust, enforce=True, allow_unsigned=allow_unsigned, now=now, limits=limits) as pack:
-        reader, checked = pack.reader, 0
+    reader, verification = _read(path, trust, enforce=True, allow_unsigned=allow_unsigned, now=now, limits=limits)
+    checked = 0
 
-        def done(record: TileRecord) -> None:
-            nonlocal checked
-            checked += record.raw_length
-            if progress is not None:
-                progress(checked, reader.raw_bytes)
+    def done(record: TileRecord) -> None:
+        nonlocal checked
+        checked += record.raw_length
+        if progress is not None:
+            progress(checked, reader.raw_bytes)
 
+    with reader:
         faults = reader.faults(threads=threads, done=done)
-        if not faults:
-            reader.require_state_ids()
-        return Verified(pack.inspection(), faults, len(reader.records), reader.raw_bytes)
+        if not faults and reader.manifest.parent is None:
+            PackChain((reader,)).require_state_ids()
+        return Verified(_inspection(reader, verification), faults, len(reader.records), reader.raw_bytes)

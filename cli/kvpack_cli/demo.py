@@ -20,6 +20,7 @@ from kvpack.errors import EngineError, InstallError, UsageError
 from kvpack.trust import SigningKey, save_key
 from kvpack_cli.options import FILE, require_model
 from kvpack_cli.output import Output, bytes_text, count_text, ratio_text, seconds_text
+from kvpack_cli.progress import meter
 
 __all__ = ["command"]
 
@@ -146,16 +147,21 @@ def _environment() -> dict[str, str]:
 
 
 def _child(*arguments: str, shown: bool = False) -> dict[str, Any]:
-    """Run a command in a process of its own; its JSON, or nothing where it shows itself. A failure is passed on."""
+    """Run a command in a process of its own; its JSON, or nothing where it shows itself. A failure is passed on.
+
+    What the child says on stderr is kept back until it fails: an interrupt reaches both, and is one line.
+    """
     sys.stdout.flush()
     process = subprocess.Popen(
         [sys.executable, "-m", "kvpack_cli", *arguments],
         stdout=None if shown else subprocess.PIPE,
+        stderr=subprocess.PIPE,
         env=_environment(),
         text=True,
     )
     try:
-        said, _ = process.communicate()
+        with meter(f"running kvpack {arguments[0]}"):
+            said, complaint = process.communicate()
     except BaseException:
         # It removes its temporaries before it ends.
         process.terminate()
@@ -164,6 +170,7 @@ def _child(*arguments: str, shown: bool = False) -> dict[str, Any]:
         process.kill()
         raise
     if process.returncode:
+        click.echo(complaint, err=True, nl=False)
         raise click.exceptions.Exit(process.returncode if process.returncode > 0 else 1)
     result: dict[str, Any] = {} if shown else json.loads(said)
     return result

@@ -13,7 +13,7 @@ import kvpack
 from kvpack.errors import CompatibilityError, UsageError
 from kvpack.model.gate import GateReport
 from kvpack.model.identity import Identity
-from kvpack.pack.reader import PackCut
+from kvpack.pack.view import PackCut
 from kvpack_cli.engine import engine_module
 from kvpack_cli.options import (
     FILE,

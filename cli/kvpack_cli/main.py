@@ -81,22 +81,28 @@ class _Terminated(BaseException):
 
 @contextlib.contextmanager
 def _signals() -> Iterator[None]:
-    """SIGTERM and the first SIGINT unwind the stack; further ones wait, so that clean-up is not cut short."""
+    """SIGTERM and the first SIGINT unwind the stack; further ones change nothing, so that clean-up is not cut short.
+
+    After a signal the process is about to end, and its handlers stay; otherwise they are put back.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    stopped = False
 
     def unwind(number: int, frame: FrameType | None) -> None:
-        for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, signal.SIG_IGN)
-        raise KeyboardInterrupt if number == signal.SIGINT else _Terminated
+        nonlocal stopped
+        if not stopped:
+            stopped = True
+            raise KeyboardInterrupt if number == signal.SIGINT else _Terminated
 
     before = {number: signal.signal(number, unwind) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        if not stopped:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -11,7 +11,7 @@ from kvpack.model.gate import deepest_position
 from kvpack.model.geometry import PlaneKey
 from kvpack.model.planes import TOKENS
 from kvpack.model.ranges import RowSet
-from kvpack.pack.reader import PackCut
+from kvpack.pack.view import PackCut
 from kvpack_cli.texts import common_length
 
 __all__ = ["Choice", "choose", "known_tokens"]

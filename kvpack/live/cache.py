@@ -85,13 +85,15 @@ class LiveCache:
         devices: Callable[[int], Device],
         *,
         index_rows: int | None = None,
+        allocate_layer: Callable[..., LiveLayer] = LiveLayer.allocate,
     ) -> None:
-        """Use :meth:`allocate`."""
+        """Use :meth:`allocate`; ``allocate_layer`` makes each layer, with the arguments of ``LiveLayer.allocate``."""
         self.geometry = geometry
         self.layouts = layouts
         self.max_context = max_context
         self._devices = devices
         self.index_rows = index_rows
+        self._allocate_layer = allocate_layer
         self._taint: str | None = None
         self._quiesced = 0
         self._replay = 0
@@ -157,7 +159,7 @@ class LiveCache:
             geometries = self.geometry.layers if main else self.geometry.draft_layers
             layouts = self.layouts.layers if main else self.layouts.draft_layers
             return [
-                LiveLayer.allocate(
+                self._allocate_layer(
                     scope.value,
                     number,
                     layer,
@@ -170,6 +172,20 @@ class LiveCache:
             ]
 
         return Generation(layers(Scope.LAYER), layers(Scope.DRAFT))
+
+    def beside(self) -> LiveCache:
+        """An empty cache of this configuration on the same devices: where a session is rebuilt while this one lives.
+
+        Its generation may be published here (:meth:`swap`).
+        """
+        return LiveCache(
+            self.geometry,
+            self.layouts,
+            self.max_context,
+            self._devices,
+            index_rows=self.index_rows,
+            allocate_layer=self._allocate_layer,
+        )
 
     # --- usability -------------------------------------------------------------------------------------------------
 
@@ -194,10 +210,9 @@ class LiveCache:
         """Empty the cache in place and make it usable: addresses stay, every byte is zero."""
         if self._quiesced:
             raise InstallError("quiesced", "a reset is refused while the session is held for a capture")
-        for layer, plane in self.generation.every_plane():
-            layer.device.fill(plane.buffer, 0, plane.buffer.nbytes, 0)
         fresh = self.generation
         for layer in fresh.every_layer():
+            layer.clear()
             layer.state = layer.fresh_state(self.max_context, self.index_rows)
         fresh.tokens.clear()
         fresh.extras.clear()
@@ -226,20 +241,8 @@ class LiveCache:
         Raises InstallError (``discontinuity``, ``capacity-too-small``, ``lapped``, ``tainted``, ``quiesced``,
         ``rows-and-bytes-differ``, ``plane-missing``, ``plane-unknown``) before any byte moves.
         """
-        self.require_usable("an append")
+        plans, given = self.plan_append(count, rows, tokens=tokens, scope=scope, start=start)
         now = self.generation
-        layers = now.layers if scope is Scope.LAYER else now.draft_layers
-        position = now.position if scope is Scope.LAYER else now.draft_position
-        begin = position if start is None else start
-        plans = [(layer, layer.plan_append(begin, count)) for layer in layers]
-        if begin != position:
-            raise refused("discontinuity", "an append must start at the next position", None, position, begin)
-        given = {key: memoryview(content).cast("B") for key, content in rows.items()}
-        self._require_rows(scope, plans, given, count)
-        if scope is Scope.LAYER and tokens and len(now.tokens) + len(tokens) < position + count:
-            raise refused(
-                "tokens-behind", "the token list ends before the rows", None, position + count, len(now.tokens)
-            )
         try:
             for layer, plan in plans:
                 layer.execute(plan, given)
@@ -256,6 +259,32 @@ class LiveCache:
             now.draft_position += count
         now.extras.clear()
         self.write_counters()
+
+    def plan_append(
+        self,
+        count: int,
+        rows: Rows,
+        *,
+        tokens: Sequence[int] = (),
+        scope: Scope = Scope.LAYER,
+        start: int | None = None,
+    ) -> tuple[list[tuple[LiveLayer, LayerAppend]], dict[PlaneKey, memoryview]]:
+        """Every check of :meth:`append`; gives each layer's plan and the rows, and changes nothing."""
+        self.require_usable("an append")
+        now = self.generation
+        layers = now.layers if scope is Scope.LAYER else now.draft_layers
+        position = now.position if scope is Scope.LAYER else now.draft_position
+        begin = position if start is None else start
+        plans = [(layer, layer.plan_append(begin, count)) for layer in layers]
+        if begin != position:
+            raise refused("discontinuity", "an append must start at the next position", None, position, begin)
+        given = {key: memoryview(content).cast("B") for key, content in rows.items()}
+        self._require_rows(scope, plans, given, count)
+        if scope is Scope.LAYER and tokens and len(now.tokens) + len(tokens) < position + count:
+            raise refused(
+                "tokens-behind", "the token list ends before the rows", None, position + count, len(now.tokens)
+            )
+        return plans, given
 
     def _require_rows(
         self,
@@ -357,6 +386,7 @@ class LiveCache:
         """Publish a staged generation by exchanging pointers, which cannot fail halfway; returns the old one."""
         self.require_usable("a swap")
         old, self.generation = self.generation, generation
+        self._replay = 0  # the published generation is whole
         self.write_counters()
         return old
 

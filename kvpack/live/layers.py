@@ -71,9 +71,14 @@ class LayerAppend:
 def new_placement(layer: LayerGeometry, layout: LayerLayout, max_context: int) -> Placement | None:
     """An empty placement of ``layout``'s law; None for a layer without token planes.
 
-    Raises CompatibilityError ``bad-layout`` for a law that the kind cannot have, ``unknown-law`` for an unknown one.
+    Raises CompatibilityError ``bad-layout`` for a law that the kind cannot have, ``unknown-law`` for an unknown one,
+    ``unsupported-kind`` for a compressed layer.
     """
-    if layer.kind not in ("full", "sliding", "latent"):
+    if layer.kind == "compressed":
+        raise CompatibilityError(
+            "unsupported-kind", "a live cache cannot compress the rows of a layer", field="kind", found=layer.kind
+        )
+    if layer.kind not in ("full", "sliding", "latent", "hybrid"):
         return None
     capacity, window = layout.capacity, layer.window
     if layout.law == "linear":
@@ -133,13 +138,14 @@ class LiveLayer:
         max_context: int,
         *,
         index_rows: int | None = None,
+        tail_pad: bool = False,
     ) -> LiveLayer:
         """Zeroed planes of the sizes of :mod:`kvpack.live.sizing`, and an empty placement."""
         layer = cls(scope, number, geometry, layout, device, empty_state(geometry, layout, max_context, index_rows))
         for plane in geometry.planes:
             key = PlaneKey(scope, number, plane.role)
             spec = PlaneSpec(key, plane.encoding, plane.row_shape, plane.row_bytes, plane.unit, plane.rows)
-            size = plane_size(geometry, spec, layout, max_context, index_rows)
+            size = plane_size(geometry, spec, layout, max_context, index_rows, tail_pad=tail_pad)
             heads, head_bytes = plane_parts(spec)
             order = layout.order if spec.unit is Unit.TOKEN and heads > 1 else "NHD"
             shape = PlaneLayout(order, size.rows, heads, head_bytes)
@@ -241,7 +247,7 @@ class LiveLayer:
             raise refused(
                 "discontinuity", "an append must start at the next position", self.number, self.position, start
             )
-        rows = state.placement.append(start, count, layer=self.number) if state.placement is not None else None
+        rows = self.plan_rows(start, count)
         steps: tuple[DrainStep, ...] = ()
         pool = state.pool
         if pool is not None:
@@ -251,6 +257,21 @@ class LiveLayer:
         first_key, end_key = (start // every, (start + count) // every) if every else (0, 0)
         after = LayerState(rows.after if rows is not None else None, pool, start + count)
         return LayerAppend(start, rows, steps, first_key, end_key, after)
+
+    def plan_rows(self, start: int, count: int) -> AppendPlan[Placement] | None:
+        """What the placement does with ``count`` rows from ``start`` on; None where no plane has a token axis."""
+        placement = self.state.placement
+        return placement.append(start, count, layer=self.number) if placement is not None else None
+
+    def clear(self) -> None:
+        """Zero every byte of every plane; the addresses stay."""
+        for plane in self.planes.values():
+            self.device.fill(plane.buffer, 0, plane.buffer.nbytes, 0)
+
+    def copy_from(self, other: LiveLayer) -> None:
+        """Take over every byte of ``other``, a layer of the same allocation."""
+        for role, plane in self.planes.items():
+            self.device.copy(other.planes[role].buffer, 0, plane.buffer, 0, plane.buffer.nbytes)
 
     def execute(self, plan: LayerAppend, rows: Mapping[PlaneKey, memoryview]) -> None:
         """Move and write by a plan; the caller publishes ``plan.after`` once every layer is done."""

@@ -86,11 +86,11 @@ class CacheSize:
 
 def default_layout(layer: LayerGeometry, max_context: int) -> LayerLayout:
     """The usual layout of a kind: linear where rows grow, a rotating ring of the window where they slide."""
-    if layer.kind == "sliding" and layer.window is not None:
+    if layer.kind in ("sliding", "hybrid") and layer.window is not None:
         if layer.sink is not None:
             return LayerLayout("pinned", min(layer.sink + layer.window, max(max_context, layer.sink + 1)))
         return LayerLayout("modulo", min(layer.window, max_context))
-    if layer.kind in ("full", "latent"):
+    if layer.kind in ("full", "latent", "hybrid"):
         return LayerLayout("linear", max_context)
     return LayerLayout("none", 0)
 
@@ -112,9 +112,18 @@ def plane_parts(spec: PlaneSpec) -> tuple[int, int]:
 
 
 def plane_size(
-    layer: LayerGeometry, spec: PlaneSpec, layout: LayerLayout, max_context: int, index_rows: int | None = None
+    layer: LayerGeometry,
+    spec: PlaneSpec,
+    layout: LayerLayout,
+    max_context: int,
+    index_rows: int | None = None,
+    *,
+    tail_pad: bool = False,
 ) -> PlaneSize:
-    """The size of one plane under ``layout``; ``index_rows`` is the indexer's ring (None: the usual one, 0: flat)."""
+    """The size of one plane under ``layout``; ``index_rows`` is the indexer's ring (None: the usual one, 0: flat).
+
+    ``tail_pad`` puts the pad of a rebasing ring behind a plane of any law: the planes of a rank have it.
+    """
     if spec.unit is Unit.STATE:
         return PlaneSize(spec.key, 1, spec.row_bytes, "fixed")
     if spec.unit is Unit.FIXED:
@@ -126,7 +135,7 @@ def plane_size(
         rows = pool_ring_rows(max_context, index_rows)
         return PlaneSize(spec.key, rows or max_context, spec.row_bytes, "fixed" if rows else "token")
     growth = "token" if layout.law in GROWING_LAWS else "ring"
-    pad = TAIL_PAD_BYTES if layout.law == "rebase" else 0
+    pad = TAIL_PAD_BYTES if tail_pad or layout.law == "rebase" else 0
     return PlaneSize(spec.key, physical_rows(layer, layout, max_context), spec.row_bytes, growth, pad_bytes=pad)
 
 

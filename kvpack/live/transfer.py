@@ -23,7 +23,18 @@ from kvpack.model.planes import TOKENS, PlaneSpec, tokens_spec
 from kvpack.model.ranges import RowSet
 from kvpack.model.snapshot import Cut, CutRecord, CutView, PlaneRows, Probe, RowSink
 
-__all__ = ["Installed", "LiveCut", "Staged", "capture", "holding", "install", "plan", "publish_in_place", "stage"]
+__all__ = [
+    "Installed",
+    "LiveCut",
+    "Staged",
+    "capture",
+    "holding",
+    "install",
+    "plan",
+    "publish_in_place",
+    "require_consistent",
+    "stage",
+]
 
 KNOWN_EXTRAS = ("logits", "sampler", "tap")
 
@@ -33,7 +44,7 @@ class LiveCut:
 
     def __init__(self, cache: LiveCache, identity: Identity, *, resident: bool) -> None:
         """Made by :func:`holding`; raises what a capture refuses."""
-        _require_consistent(cache)
+        require_consistent(cache)
         now = cache.generation
         self._generation = now
         self._identity = identity
@@ -135,7 +146,7 @@ def _layout_of(now: Generation) -> tuple[ProducerLayout, tuple[int, ...] | None]
     return layout, tuple(p.origin_physical if isinstance(p, RotatingRing) else 0 for p in placements)
 
 
-def _require_consistent(cache: LiveCache) -> None:
+def require_consistent(cache: LiveCache) -> None:
     """Every counter agrees: layers with each other and with the cache, pool keys with their rows, tokens with rows."""
     now = cache.generation
     for layers, position in ((now.layers, now.position), (now.draft_layers, now.draft_position)):
@@ -354,8 +365,8 @@ def publish_in_place(cache: LiveCache, staged: Staged) -> None:
     cache.require_usable("a publication")
     live, fresh = cache.generation, staged.generation
     try:
-        for (layer, target), (_, source) in zip(live.every_plane(), fresh.every_plane(), strict=True):
-            layer.device.copy(source.buffer, 0, target.buffer, 0, target.buffer.nbytes)
+        for layer, other in zip(live.every_layer(), fresh.every_layer(), strict=True):
+            layer.copy_from(other)
     except BaseException:
         cache.taint("a publication in place")
         raise
@@ -365,6 +376,7 @@ def publish_in_place(cache: LiveCache, staged: Staged) -> None:
     live.extras = dict(fresh.extras)
     live.rope_delta, live.context_epoch = fresh.rope_delta, fresh.context_epoch
     live.position, live.draft_position = fresh.position, fresh.draft_position
+    cache.owe_replay(0)
     cache.write_counters()
 
 

@@ -33,7 +33,11 @@ __all__ = [
 MAX_POSITION: Final = (1 << 31) - 1
 MAX_RANK: Final = 8
 MAX_DIM: Final = (1 << 31) - 1
-KNOWN_KINDS: Final = ("full", "sliding", "latent", "recurrent", "shared", "cross")
+KNOWN_KINDS: Final = ("full", "sliding", "latent", "recurrent", "hybrid", "compressed", "shared", "none", "cross")
+# The roles of a compressed layer behind its keys: the first is required, and each may occur once an entry list.
+_COMPRESSED: Final = ("entry", "tail_kv", "tail_gate", "overlap_kv", "overlap_gate")
+_POOL_ROLES: Final = ("index_key", "entry")
+_STATE_ROLES: Final = ("conv", "ssm", "overlap_kv", "overlap_gate")
 
 
 class Unit(Enum):
@@ -164,7 +168,8 @@ class LayerGeometry:
     """One layer: its kind, its planes in canonical order, and what the kind adds.
 
     ``window`` and ``sink`` belong to ``sliding``, ``pool``, ``kv_rank`` and ``rope_dim`` to ``latent``, ``source`` to
-    ``shared``. ``rope`` names an entry of the geometry's ``ropes``; None means that rows carry no rotation.
+    ``shared``; ``hybrid`` (attention and states side by side) may have a ``window``, ``compressed`` (sliding keys that
+    are their own values, and entries of ``pool`` tokens each) has both ``window`` and ``pool``. ``rope`` names an entry of the geometry's ``ropes``; None means that rows carry no rotation.
     Round trip: ``from_wire(to_wire(x)) == x``.
     """
 
@@ -223,13 +228,16 @@ class LayerGeometry:
         owned = {
             "sliding": ("window", "sink"),
             "latent": ("pool", "kv_rank", "rope_dim"),
+            "hybrid": ("window",),
+            "compressed": ("window", "pool"),
             "shared": ("source",),
         }.get(self.kind, ())
+        optional = {"sliding": ("sink",), "latent": ("pool",), "hybrid": ("window",)}.get(self.kind, ())
         for name in self._NUMBERS:
             if getattr(self, name) is not None and name not in owned:
                 return name, f"does not belong to the kind {self.kind}"
         for name in owned:
-            if getattr(self, name) is None and name not in ("sink", "pool"):
+            if getattr(self, name) is None and name not in optional:
                 return name, f"is missing in a layer of the kind {self.kind}"
         return self._plane_fault()
 
@@ -246,8 +254,12 @@ class LayerGeometry:
             if self.pool is not None:
                 wanted += ("index_key",) if self.pool == 1 else ("index_key", "index_tail")
         elif self.kind == "recurrent":
-            convs = sum(role == "conv" for role in roles)
-            wanted = ("conv",) * convs + ("ssm",) * (len(roles) - convs) if roles else ("conv", "ssm")
+            wanted = _states(roles)
+        elif self.kind == "hybrid":
+            wanted = ("k", "v", *_states(roles[2:]))
+        elif self.kind == "compressed":
+            found = tuple(role for name in _COMPRESSED for role in roles if role == name)
+            wanted = ("k", *(found if "entry" in found else _COMPRESSED[:1]))
         else:
             wanted = ()
         if roles != wanted:
@@ -267,11 +279,17 @@ class LayerGeometry:
     def _unit_of(self, plane: PlaneGeometry) -> Unit | None:
         if plane.base_role == "scale":
             return None
-        if self.kind == "recurrent":
-            return Unit.STATE
         if self.kind == "cross":
             return Unit.FIXED
-        return Unit.POOL if plane.base_role == "index_key" else Unit.TOKEN
+        if plane.base_role in _STATE_ROLES:
+            return Unit.STATE
+        return Unit.POOL if plane.base_role in _POOL_ROLES else Unit.TOKEN
+
+
+def _states(roles: tuple[str, ...]) -> tuple[str, ...]:
+    """The order of state planes: every conv, then every ssm; at least one."""
+    convs = sum(role == "conv" for role in roles)
+    return ("conv",) * convs + ("ssm",) * (len(roles) - convs) if roles else ("conv", "ssm")
 
 
 @dataclass(frozen=True)

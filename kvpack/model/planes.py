@@ -26,6 +26,8 @@ __all__ = [
 ]
 
 BLOCK_BYTES: Final = 1 << 20
+# Rows that wait for their pool to fill.
+_TAIL_ROLES: Final = ("index_tail", "tail_kv", "tail_gate")
 TOKENS: Final = PlaneKey(Scope.SESSION.value, -1, "tokens")
 LOGITS: Final = PlaneKey(Scope.SESSION.value, -1, "logits")
 
@@ -95,10 +97,10 @@ def semantic_rows(layer: LayerGeometry, spec: PlaneSpec, position: int) -> RowSe
         return RowSet.of((0, spec.rows or 0))
     if spec.unit is Unit.POOL:
         return RowSet.of((0, position // (layer.pool or 1)))
-    if layer.kind == "sliding" and layer.window is not None:
-        return RowSet.of((0, min(position, layer.sink or 0)), (max(0, position - (layer.window - 1)), position))
-    if layer.kind == "latent" and spec.base_role == "index_tail" and layer.pool is not None:
+    if spec.base_role in _TAIL_ROLES and layer.pool is not None:
         return RowSet.of((position // layer.pool * layer.pool, position))
+    if layer.window is not None:
+        return RowSet.of((0, min(position, layer.sink or 0)), (max(0, position - (layer.window - 1)), position))
     return RowSet.of((0, position))
 
 

@@ -171,8 +171,15 @@ class CutView(Protocol):
     def probe(self) -> Probe | None:
         """The logits that followed, where the producer recorded them."""
 
+    @property
+    def provenance(self) -> Mapping[str, str]:
+        """Conversions, overrides and names that travel with the state."""
+
     def read_rows(self, wanted: Mapping[PlaneKey, RowSet], sink: RowSink) -> None:
         """Hand every wanted row to ``sink`` once, verified; raises before or instead of handing over a bad one."""
+
+    def rows(self, key: PlaneKey, first: int, end: int) -> memoryview:
+        """Rows ``[first, end)`` of one stored range, canonical order; for states bytes ``[first, end)``."""
 
 
 @dataclass(frozen=True)
@@ -232,6 +239,10 @@ class Cut:
         """The token ids that travel with the cut; empty if none do."""
         rows = self.planes.get(TOKENS)
         return tuple(rows.buffer.cast("B").cast("i")) if rows is not None and rows.buffer.nbytes else ()
+
+    def rows(self, key: PlaneKey, first: int, end: int) -> memoryview:
+        """The bytes of rows ``[first, end)``, which must lie in one stored range; not a copy."""
+        return self.planes[key].slice(first, end)
 
     def read_rows(self, wanted: Mapping[PlaneKey, RowSet], sink: RowSink) -> None:
         """Hand the wanted rows to ``sink`` (see :class:`CutView`)."""

@@ -273,7 +273,8 @@ def _plane_from_wire(wire: WireMap, layers: Mapping[PlaneKey, tuple[LayerGeometr
         if getattr(spec, name) != mine:
             raise bad_manifest(wire.path(name), "disagrees with the geometry", expected=mine, found=getattr(spec, name))
     pool = owner.pool or 1
-    return StoredPlane(spec, ranges, owner.window is not None, pool if spec.unit is Unit.POOL else 1)
+    slides = owner.window is not None and spec.unit is Unit.TOKEN
+    return StoredPlane(spec, ranges, slides, pool if spec.unit is Unit.POOL else 1)
 
 
 def _require_session_plane(wire: WireMap, shape: PlaneGeometry) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,12 +28,7 @@ from kvpack.errors import (
     ResourceError,
     UsageError,
 )
-from kvpack.model.geometry import Geometry, PlaneKey, Scope, Unit
-from kvpack.model.identity import Identity
-from kvpack.model.layout import ProducerLayout
-from kvpack.model.planes import PlaneSpec
-from kvpack.model.ranges import RowSet
-from kvpack.model.snapshot import CutRecord, Probe, RowSink
+from kvpack.model.geometry import Unit
 from kvpack.pack.codecs import decode
 from kvpack.pack.index import Tile, TileRecord, parse_index, require_index_hash
 from kvpack.pack.manifest import Manifest
@@ -46,10 +41,9 @@ from kvpack.pack.preamble import (
     require_front_hash,
     signed_bytes,
 )
-from kvpack.pack.state_id import state_id
 from kvpack.pack.writer import default_threads
 
-__all__ = ["FrontCheck", "PackCut", "PackReader", "TileFault"]
+__all__ = ["FrontCheck", "PackReader", "TileFault"]
 
 
 class FrontCheck(Protocol):
@@ -147,6 +141,11 @@ class PackReader:
             found.setdefault(record.tile.plane, []).append(record)
         return {plane: tuple(records) for plane, records in found.items()}
 
+    @cached_property
+    def tile_at(self) -> Mapping[tuple[int, int, int, int], TileRecord]:
+        """(plane number, state ordinal, first, end) to the tile that is exactly this piece."""
+        return {(r.tile.plane, r.tile.ordinal, r.tile.first, r.tile.end): r for r in self.records}
+
     def read_tile(self, record: TileRecord) -> memoryview:
         """Step 12 for one tile: read, hash, padding, decode, hash again; the verified raw bytes."""
         if self.preamble.encrypted:
@@ -239,167 +238,6 @@ class PackReader:
                 if done is not None:
                     done(record)
         return tuple(fault for _, fault in sorted(bad, key=lambda pair: pair[0]))
-
-    def require_state_ids(self) -> None:
-        """Hold every cut's state id to the index's raw hashes and, where those do not suffice, to the rows."""
-        if self.manifest.parent is None and not self.preamble.encrypted:
-            for cut in self.manifest.cuts:
-                PackCut(self, cut).require_state_id()
-
-    def cut(self, position: int | None = None) -> PackCut:
-        """The cut at ``position`` (the last one by default); raises CompatibilityError ``no-such-cut``."""
-        record = self.manifest.cuts[-1] if position is None else self.manifest.cut_at(position)
-        if record is None:
-            positions = ", ".join(str(cut.position) for cut in self.manifest.cuts)
-            raise CompatibilityError(
-                "no-such-cut",
-                f"the pack has no cut at {position}; it has {positions}",
-                field="position",
-                expected=positions,
-                found=position,
-            )
-        return PackCut(self, record)
-
-
-class PackCut:
-    """One cut of an open pack, seen as a :class:`kvpack.model.snapshot.CutView`.
-
-    Rows are read and verified on demand.
-    """
-
-    def __init__(self, reader: PackReader, record: CutRecord) -> None:
-        """``record`` must be one of the reader's cuts."""
-        self._reader = reader
-        self._record = record
-        self.on_bytes: Callable[[int], None] | None = None
-
-    @property
-    def geometry(self) -> Geometry:
-        """The producer's geometry."""
-        return self._reader.manifest.geometry
-
-    @property
-    def identity(self) -> Identity:
-        """Who produced the state."""
-        return self._reader.manifest.identity
-
-    @property
-    def layout(self) -> ProducerLayout:
-        """How the producer placed its rows."""
-        return self._reader.manifest.layout
-
-    @property
-    def record(self) -> CutRecord:
-        """The cut's position and what travels with it."""
-        return self._record
-
-    @property
-    def probe(self) -> Probe | None:
-        """The logits that followed this cut, where the producer recorded them."""
-        probe = self._reader.manifest.probe
-        return probe if probe is not None and probe.position == self._record.position else None
-
-    @cached_property
-    def specs(self) -> Mapping[PlaneKey, PlaneSpec]:
-        """Plane key to spec, in canonical order; session states that this cut lacks are left out."""
-        return {
-            plane.spec.key: plane.spec
-            for plane in self._reader.manifest.planes
-            if plane.spec.key.scope != Scope.SESSION.value
-            or plane.spec.unit is not Unit.STATE
-            or plane.spec.key.role in self._record.extras
-        }
-
-    @cached_property
-    def stored(self) -> Mapping[PlaneKey, RowSet]:
-        """Plane key to the rows that the pack stores; for states the bytes of this cut's own."""
-        manifest = self._reader.manifest
-        return {
-            key: RowSet.of((0, spec.row_bytes))
-            if spec.unit is Unit.STATE
-            else manifest.planes[manifest.numbers[key]].rows
-            for key, spec in self.specs.items()
-        }
-
-    def _wanted_tiles(self, wanted: Mapping[PlaneKey, RowSet]) -> Iterator[TileRecord]:
-        manifest = self._reader.manifest
-        numbers = {manifest.numbers[key]: (key, rows) for key, rows in wanted.items() if rows}
-        for record in self._reader.records:
-            found = numbers.get(record.tile.plane)
-            if found is None:
-                continue
-            key, rows = found
-            if self.specs[key].unit is Unit.STATE and record.tile.ordinal != manifest.ordinal(key, self._record):
-                continue
-            if rows.intersection(RowSet.of((record.tile.first, record.tile.end))):
-                yield record
-
-    def read_rows(self, wanted: Mapping[PlaneKey, RowSet], sink: RowSink, *, threads: int | None = None) -> None:
-        """Read, verify and hand over the wanted rows, tiles in parallel (see :data:`RowSink`).
-
-        A tile that a wanted row lies in is verified whole. Raises IntegrityError before its rows are handed over.
-        """
-        manifest = self._reader.manifest
-        for key, rows in wanted.items():
-            if not self.stored.get(key, RowSet()).contains(rows):
-                raise CompatibilityError(
-                    "rows-not-stored",
-                    f"{key}: rows {rows} were asked for, the pack stores {self.stored.get(key, RowSet())}",
-                    layer=key.layer_or_none,
-                    plane=str(key),
-                    field="rows",
-                    expected=str(rows),
-                    found=str(self.stored.get(key, RowSet())),
-                )
-
-        def hand_over(record: TileRecord, raw: memoryview) -> None:
-            spec = manifest.planes[record.tile.plane].spec
-            tile, size = record.tile, spec.axis_bytes
-            for first, end in wanted[spec.key].intersection(RowSet.of((tile.first, tile.end))):
-                sink(spec.key, first, end - first, raw[(first - tile.first) * size : (end - tile.first) * size])
-
-        def count(record: TileRecord) -> None:
-            if self.on_bytes is not None:
-                self.on_bytes(record.raw_length)
-
-        self._reader.for_tiles(self._wanted_tiles(wanted), hand_over, threads=threads, done=count)
-
-    def bytes_to_read(self, wanted: Mapping[PlaneKey, RowSet]) -> int:
-        """Raw bytes of the tiles that :meth:`read_rows` would verify for ``wanted``."""
-        return sum(record.raw_length for record in self._wanted_tiles(wanted))
-
-    def require_state_id(self) -> None:
-        """Hold the cut's state id to the raw hashes of the index, reading only pieces that lie in several tiles.
-
-        The raw hashes are those that every tile is verified against, so a restore that read all tiles has the state
-        that the id names.
-        """
-        found = state_id(self._reader.manifest, self._record, self._piece_hash)
-        if found != self._record.state_id:
-            raise IntegrityError(
-                "state-id",
-                f"the rows at position {self._record.position} are not the state that the pack names",
-                field="state_id",
-                expected=self._record.state_id.hex(),
-                found=found.hex(),
-            )
-
-    @cached_property
-    def _tiles(self) -> Mapping[tuple[int, int, int, int], TileRecord]:
-        return {(r.tile.plane, r.tile.ordinal, r.tile.first, r.tile.end): r for r in self._reader.records}
-
-    def _piece_hash(self, key: PlaneKey, first: int, end: int) -> bytes:
-        manifest = self._reader.manifest
-        number = manifest.numbers[key]
-        ordinal = manifest.ordinal(key, self._record) if self.specs[key].unit is Unit.STATE else 0
-        whole = self._tiles.get((number, ordinal, first, end))
-        if whole is not None:
-            return whole.raw_hash
-        hasher = blake3()
-        for record in self._reader.tiles_of.get(number, ()):
-            if record.tile.ordinal == ordinal and first <= record.tile.first < end:
-                hasher.update(self._reader.read_tile(record))
-        return hasher.digest()
 
 
 def _collect(running: set[Future[TileRecord]], done: Callable[[TileRecord], None] | None) -> set[Future[TileRecord]]:

@@ -46,7 +46,7 @@ def test_a_write_that_fails_half_way_leaves_nothing(
     if force:
         kvpack.save(synthetic.make_cut(SMALL, 9), path)
     before = {p: p.read_bytes() for p in tmp_path.iterdir()}
-    monkeypatch.setattr("kvpack.api._CutRows", lambda cut: Failing(cut, 5, error))
+    monkeypatch.setattr("kvpack.api.CutRows", lambda cuts: Failing(cuts[0], 5, error))
     with pytest.raises((type(error), KvpackError)):
         kvpack.save(synthetic.make_cut(BIG, 2048), path, force=force)
     assert {p: p.read_bytes() for p in tmp_path.iterdir()} == before
