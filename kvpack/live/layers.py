@@ -289,14 +289,15 @@ class LiveLayer:
                     self._write(plane, step.append.writes, given, plan.start)
             elif spec.unit is Unit.TOKEN and plan.rows is not None and given is not None:
                 for move in plan.rows.moves:
-                    self._shift(plane, move.source, move.destination, move.count)
+                    self.shift(plane, move.source, move.destination, move.count)
                 self._write(plane, plan.rows.writes, given, plan.start)
 
     def _write(self, plane: LivePlane, writes: tuple[Span, ...], given: memoryview, start: int) -> None:
         size = plane.spec.row_bytes
         self.device.scatter([plane.move(span, (span.logical - start) * size) for span in writes], given)
 
-    def _shift(self, plane: LivePlane, source: int, destination: int, count: int) -> None:
+    def shift(self, plane: LivePlane, source: int, destination: int, count: int) -> None:
+        """Copy ``count`` physical rows of a plane, as if through a third place."""
         strides = plane.strides
         for part in range(strides.parts):
             base = strides.base + part * strides.part_stride

@@ -2,216 +2,152 @@
 
 The registry is keyed by the exact class. A subclass may keep state that its parent does not, so it is another class
 and refused by name until it has an adapter of its own.
-
-The laws were read off transformers' ``cache_utils`` (5.24): a dynamic sliding layer keeps the last ``window - 1`` rows
-as a view into the last step's concatenation; a static one keeps ``window`` rows, chronological once it is full, of
-which the oldest is never read again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from kvpack.engines.transformers.library import encoding_name, require_torch, require_transformers, torch_dtype
 from kvpack.errors import EngineError
-from kvpack.model.encoding import ENCODINGS
-from kvpack.model.geometry import LayerGeometry, PlaneGeometry
+from kvpack.model.geometry import LayerGeometry
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LayerAdapter", "LayerRows", "adapter_of"]
+__all__ = ["HeldRows", "HeldState", "LayerAdapter", "LayerRole", "adapter_of", "unsupported_layer"]
 
 
 @dataclass(frozen=True)
-class LayerRows:
-    """Rows ``[first, first + n)`` of each of a layer's planes, as views of the layer's own memory.
+class LayerRole:
+    """What the model's config says about cache layer ``number``.
 
-    ``planes`` maps a role to a tensor ``[num_kv_heads, n, head_dim]``; it is empty where the layer holds nothing yet.
+    ``latent`` is (kv_rank, rope_dim) in a model with latent attention; ``source`` is the layer whose cache this one
+    reads. LongCat has two cache layers a layer of the model: numbers count cache layers.
+    """
+
+    number: int
+    layer_type: str
+    window: int | None = None
+    latent: tuple[int, int] | None = None
+    source: int | None = None
+
+
+@dataclass(frozen=True)
+class HeldRows:
+    """Rows ``[first, end)`` of one plane, as views of the layer's own memory.
+
+    A row is the concatenation of its ``parts``, each ``[heads, n, width]``: K and V have one, latent rows two.
     """
 
     first: int
-    planes: Mapping[str, torch.Tensor]
+    parts: tuple[torch.Tensor, ...]
+
+    @property
+    def end(self) -> int:
+        """Behind the last row that every part has."""
+        return self.first + min(int(part.shape[1]) for part in self.parts)
+
+
+@dataclass(frozen=True)
+class HeldState:
+    """What a layer holds: rows by role, and states by role (contiguous tensors without the batch axis).
+
+    A role is missing where the layer holds nothing of it yet.
+    """
+
+    rows: Mapping[str, HeldRows] = field(default_factory=dict)
+    states: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 class LayerAdapter(Protocol):
-    """Everything that kvpack does with one class of cache layer. ``kind`` is the geometry's, ``law`` the layout's."""
+    """Everything that kvpack does with one class of cache layer. ``law`` is the layout's."""
 
-    kind: str
     law: str
 
-    def position(self, layer: Any) -> int:
-        """The number of tokens that the layer has seen."""
+    def described_after(self, layer: Any) -> int:
+        """The number of tokens after which a fresh layer shows the shape of everything that it will ever hold."""
+
+    def position(self, layer: Any) -> int | None:
+        """The number of tokens that the layer has seen; None for a layer that does not count them."""
+
+    def is_filled(self, layer: Any) -> bool:
+        """Whether the layer holds state of at least one token."""
 
     def batch(self, layer: Any) -> int:
-        """The number of sequences in the layer; 1 where it holds nothing yet."""
-
-    def planes(self, layer: Any) -> tuple[PlaneGeometry, ...]:
-        """The planes of a layer that has seen at least one token."""
+        """The number of sequences in the layer; 1 where it holds nothing."""
 
     def capacity(self, layer: Any) -> int:
-        """Rows that the layer has memory for."""
+        """Rows that the layer has memory for; 0 for a layer without rows."""
 
-    def export(self, layer: Any) -> LayerRows:
-        """The rows that the layer holds now."""
+    def geometry(self, layer: Any, role: LayerRole) -> LayerGeometry:
+        """The geometry, without its rope, of a layer that has seen enough tokens."""
 
-    def restore(self, layer: Any, geometry: LayerGeometry, position: int, device: Any) -> LayerRows:
-        """Make a fresh layer look as transformers leaves it after ``position`` tokens; returns the rows to write."""
+    def export(self, layer: Any, geometry: LayerGeometry) -> HeldState:
+        """What the layer holds now."""
 
+    def restore(self, layer: Any, geometry: LayerGeometry, position: int, device: Any) -> HeldState:
+        """Make a fresh layer look as transformers leaves it after ``position`` tokens; returns what is to be written.
 
-class _KeyValueLayer:
-    """What the four plain layers share: ``keys`` and ``values`` of shape ``[1, num_kv_heads, rows, head_dim]``."""
-
-    def batch(self, layer: Any) -> int:
-        return int(layer.keys.shape[0]) if _is_filled(layer) else 1
-
-    def planes(self, layer: Any) -> tuple[PlaneGeometry, ...]:
-        return tuple(
-            PlaneGeometry(role, ENCODINGS[encoding_name(tensor.dtype)], (tensor.shape[1], tensor.shape[3]))
-            for role, tensor in (("k", layer.keys), ("v", layer.values))
-        )
-
-    def capacity(self, layer: Any) -> int:
-        return int(layer.keys.shape[-2]) if _is_filled(layer) else 0
+        What the layer does not hold yet after so few tokens is missing from it.
+        """
 
 
-class _DynamicFull(_KeyValueLayer):
-    kind, law = "full", "linear"
-
-    def position(self, layer: Any) -> int:
-        return int(layer.get_seq_length())
-
-    def export(self, layer: Any) -> LayerRows:
-        return _rows(layer, first=0, at=0, count=self.position(layer))
-
-    def restore(self, layer: Any, geometry: LayerGeometry, position: int, device: Any) -> LayerRows:
-        if position:
-            layer.lazy_initialization(*_no_rows(geometry, device))
-            layer.keys, layer.values = (_zeros(plane, position, device) for plane in geometry.planes)
-        return _rows(layer, first=0, at=0, count=position)
-
-
-class _DynamicSliding(_KeyValueLayer):
-    kind, law = "sliding", "chronological"
-
-    def position(self, layer: Any) -> int:
-        return int(layer.cumulative_length)
-
-    def export(self, layer: Any) -> LayerRows:
-        count = self.capacity(layer)
-        return _rows(layer, first=self.position(layer) - count, at=0, count=count)
-
-    def restore(self, layer: Any, geometry: LayerGeometry, position: int, device: Any) -> LayerRows:
-        held = min(position, layer.sliding_window - 1)
-        if position:
-            layer.lazy_initialization(*_no_rows(geometry, device))
-            # Past the window a step leaves a view without the oldest row of its concatenation of `window` rows.
-            length = min(position, layer.sliding_window)
-            layer.keys, layer.values = (
-                _zeros(plane, length, device)[:, :, length - held :, :] for plane in geometry.planes
-            )
-            layer.cumulative_length = position
-        return _rows(layer, first=position - held, at=0, count=held)
-
-
-class _StaticFull(_KeyValueLayer):
-    kind, law = "full", "linear"
-
-    def position(self, layer: Any) -> int:
-        return int(layer.cumulative_length)
-
-    def capacity(self, layer: Any) -> int:
-        return int(layer.max_cache_len)
-
-    def export(self, layer: Any) -> LayerRows:
-        return _rows(layer, first=0, at=0, count=self.position(layer))
-
-    def restore(self, layer: Any, geometry: LayerGeometry, position: int, device: Any) -> LayerRows:
-        if position:
-            layer.lazy_initialization(*_no_rows(geometry, device))
-            # In place: the counter's address is one that captured graphs replay from.
-            layer.cumulative_length.fill_(position)
-        return _rows(layer, first=0, at=0, count=position)
-
-
-class _StaticSliding(_StaticFull):
-    kind, law = "sliding", "chronological"
-
-    def position(self, layer: Any) -> int:
-        return int(layer.cumulative_length_int)
-
-    def export(self, layer: Any) -> LayerRows:
-        position = self.position(layer)
-        count = min(position, self.capacity(layer))
-        return _rows(layer, first=position - count, at=0, count=count)
-
-    def restore(self, layer: Any, geometry: LayerGeometry, position: int, device: Any) -> LayerRows:
-        capacity, window = self.capacity(layer), geometry.window or 0
-        held = min(position, window - 1)
-        if position:
-            layer.lazy_initialization(*_no_rows(geometry, device))
-            layer.cumulative_length_int = position
-            # Appends below the window index by the tensor; a prefill that overruns the window leaves it at 0.
-            layer.cumulative_length.fill_(position if position <= capacity else 0)
-            if held < min(position, capacity):
-                # The oldest slot stays empty: nothing reads it any more, unless a crop brought it back.
-                layer._is_croppable = False
-        return _rows(layer, first=position - held, at=min(position, capacity) - held, count=held)
-
-
-def _is_filled(layer: Any) -> bool:
-    return bool(layer.is_initialized) and layer.keys is not None and layer.keys.dim() == 4
-
-
-def _rows(layer: Any, *, first: int, at: int, count: int) -> LayerRows:
-    if not _is_filled(layer):
-        return LayerRows(first, {})
-    return LayerRows(first, {"k": layer.keys[0, :, at : at + count, :], "v": layer.values[0, :, at : at + count, :]})
-
-
-def _shape(plane: PlaneGeometry, rows: int) -> tuple[int, int, int, int]:
-    num_kv_heads, head_dim = plane.row_shape
-    return 1, num_kv_heads, rows, head_dim
-
-
-def _zeros(plane: PlaneGeometry, rows: int, device: Any) -> torch.Tensor:
-    tensor: torch.Tensor = require_torch().zeros(
-        _shape(plane, rows), dtype=torch_dtype(plane.encoding.name), device=device
+def unsupported_layer(role: LayerRole, layer: Any, reason: str, *, field: str, found: object) -> EngineError:
+    """The refusal of a layer whose class is known and whose contents are not."""
+    return EngineError(
+        "unsupported-cache",
+        f"layer {role.number} ({type(layer).__name__}) {reason}",
+        layer=role.number,
+        field=field,
+        found=found,
     )
-    return tensor
 
 
-def _no_rows(geometry: LayerGeometry, device: Any) -> Sequence[torch.Tensor]:
-    """Keys and values of zero tokens: what transformers' own ``early_initialization`` allocates a layer from."""
-    return [_zeros(plane, 0, device) for plane in geometry.planes]
+def _adapters() -> Mapping[tuple[str, str], LayerAdapter]:
+    from kvpack.engines.transformers import attention, compressed, recurrent
 
-
-@cache
-def _registry() -> Mapping[type, LayerAdapter]:
-    require_transformers()
-    from transformers import cache_utils
-
+    generic = "transformers.cache_utils"
+    deepseek_v4 = "transformers.models.deepseek_v4.modeling_deepseek_v4"
+    dynamic, sliding = attention.DynamicFull(), attention.DynamicSliding()
+    static, static_sliding = attention.StaticFull(), attention.StaticSliding()
     return {
-        cache_utils.DynamicLayer: _DynamicFull(),
-        cache_utils.DynamicSlidingWindowLayer: _DynamicSliding(),
-        cache_utils.StaticLayer: _StaticFull(),
-        cache_utils.StaticSlidingWindowLayer: _StaticSliding(),
+        (generic, "DynamicLayer"): dynamic,
+        (generic, "DynamicSlidingWindowLayer"): sliding,
+        (generic, "DynamicIndexedLayer"): attention.DynamicIndexed(),
+        (generic, "StaticLayer"): static,
+        (generic, "StaticSlidingWindowLayer"): static_sliding,
+        (generic, "StaticIndexedLayer"): attention.StaticIndexed(),
+        (generic, "LinearAttentionLayer"): recurrent.Recurrent(),
+        (generic, "LinearAttentionAndFullAttentionLayer"): recurrent.Hybrid(dynamic),
+        (generic, "LinearAttentionAndSlidingWindowAttentionLayer"): recurrent.Hybrid(sliding),
+        (generic, "LinearAttentionAndStaticFullAttentionLayer"): recurrent.Hybrid(static),
+        (generic, "LinearAttentionAndStaticSlidingWindowAttentionLayer"): recurrent.Hybrid(static_sliding),
+        (generic, "DummyLayer"): attention.WithoutCache(),
+        (deepseek_v4, "DeepseekV4HCACache"): compressed.Compressed(),
+        (deepseek_v4, "DeepseekV4CSACache"): compressed.Compressed(),
     }
+
+
+_ADAPTERS: Final[dict[tuple[str, str], LayerAdapter]] = {}
 
 
 def adapter_of(layer: Any, at: int) -> LayerAdapter:
     """The adapter of layer ``at``; EngineError ``unsupported-cache`` names a class that has none."""
-    adapter = _registry().get(type(layer))
-    if adapter is None:
+    if not _ADAPTERS:
+        _ADAPTERS.update(_adapters())
+    kind = type(layer)
+    adapter = _ADAPTERS.get((kind.__module__, kind.__qualname__))
+    # A name is not a class: the module must say that this is the class of that name.
+    if adapter is None or getattr(sys.modules.get(kind.__module__), kind.__name__, None) is not kind:
         raise EngineError(
             "unsupported-cache",
-            f"layer {at} is a {type(layer).__name__}, which kvpack cannot capture or install",
+            f"layer {at} is a {kind.__name__}, which kvpack cannot capture or install",
             layer=at,
             field="class",
-            expected=", ".join(sorted(known.__name__ for known in _registry())),
-            found=type(layer).__name__,
+            expected=", ".join(sorted(name for _, name in _ADAPTERS)),
+            found=kind.__name__,
         )
     return adapter
