@@ -127,7 +127,7 @@ class LiveCache:
             geometry,
             layouts or default_layouts(geometry, max_context),
             max_context,
-            _device_choice(device),
+            device_choice(device),
             index_rows=index_rows,
         )
 
@@ -419,7 +419,8 @@ class LiveCache:
         self._quiesced -= 1
 
 
-def _device_choice(device: Device | Callable[[int], Device] | None) -> Callable[[int], Device]:
+def device_choice(device: Device | Callable[[int], Device] | None) -> Callable[[int], Device]:
+    """One device, or a function from a number (of a layer, of a rank) to its device; the host by default."""
     if device is None:
         from kvpack.device.host import HostDevice
 

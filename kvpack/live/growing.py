@@ -1,5 +1,8 @@
 """Placements that keep every row: one run of rows, and pages of a pool.
 
+A sliding layer may lie in either. It then keeps all rows that it is given, and needs only those that its next query
+reads: a rotating ring's cut installs into pages, with the rows below the window absent from ``first`` down.
+
 Refusals of :class:`Paged` beside those of :mod:`kvpack.live.placement`: ``page-out-of-range``, ``page-duplicate``.
 """
 
@@ -23,18 +26,41 @@ from kvpack.model.ranges import RowSet
 __all__ = ["Linear", "Paged"]
 
 
+def _resident(placement: Linear | Paged) -> RowSet:
+    return RowSet.of((0, min(placement.sink, placement.length)), (placement.first, placement.length))
+
+
+def _need(placement: Linear | Paged, position: int) -> RowSet:
+    if placement.window is None:
+        return RowSet.of((0, position))
+    return RowSet.of((0, min(position, placement.sink)), (max(0, position - (placement.window - 1)), position))
+
+
+def _restored_first(placement: Linear | Paged, position: int) -> int:
+    return 0 if placement.window is None else max(0, position - (placement.window - 1))
+
+
 @dataclass(frozen=True)
 class Linear:
-    """The law ``linear``: ``physical = logical``. ``length`` rows of ``capacity`` are in use."""
+    """The law ``linear``: ``physical = logical``. ``length`` rows of ``capacity`` are in use.
+
+    ``window`` and ``sink`` are those of a sliding layer. ``first`` is 0 unless a restore brought a window only; the
+    plane then holds ``[0, min(sink, length))`` and ``[first, length)``.
+    """
 
     capacity: int
     length: int = 0
+    window: int | None = None
+    sink: int = 0
+    first: int = 0
 
     law = "linear"
 
     def __post_init__(self) -> None:
         if not 0 <= self.length <= self.capacity:
             raise refused("bad-placement", "a linear plane", None, f"length 0 to {self.capacity}", self.length)
+        if not 0 <= self.first <= self.length:
+            raise refused("bad-placement", "a linear plane", None, f"first 0 to {self.length}", self.first)
 
     @property
     def position(self) -> int:
@@ -43,8 +69,8 @@ class Linear:
 
     @property
     def resident(self) -> RowSet:
-        """All rows: ``[0, length)``."""
-        return RowSet.of((0, self.length))
+        """All rows, ``[0, length)``; after a restore of a window only the pinned ones and those from ``first`` on."""
+        return _resident(self)
 
     def spans(self, first: int, end: int) -> tuple[Span, ...]:
         """One span, or none for an empty range."""
@@ -52,8 +78,8 @@ class Linear:
         return (Span(first, first, end - first),) if end > first else ()
 
     def need(self, position: int) -> RowSet:
-        """All rows: ``[0, position)``."""
-        return RowSet.of((0, position))
+        """All rows, ``[0, position)``; of a sliding layer the pinned ones and the last ``window - 1``."""
+        return _need(self, position)
 
     def append(self, start: int, count: int, *, layer: int | None = None) -> AppendPlan[Linear]:
         """Append ``count`` rows; ``capacity-too-small`` beyond the plane's end."""
@@ -62,16 +88,16 @@ class Linear:
         return AppendPlan(self, replace(self, length=start + count), count, (Span(start, start, count),))
 
     def rewind(self, position: int, *, layer: int | None = None) -> Linear:
-        """Drop the rows from ``position`` on."""
+        """Drop the rows from ``position`` on; ``beyond-headroom`` where a row that it needs was never restored."""
         require_rewind(self, position, layer)
-        return replace(self, length=position)
+        return replace(self, length=position, first=min(self.first, position))
 
     def restored(self, position: int, *, layer: int | None = None) -> Linear:
         """This empty plane after its need at ``position`` was written into it."""
         require_fresh(self, layer)
         require_position(position, layer)
         require_capacity(position, self.capacity, layer)
-        return replace(self, length=position)
+        return replace(self, length=position, first=_restored_first(self, position))
 
 
 @dataclass(frozen=True)
@@ -80,13 +106,17 @@ class Paged:
     of it.
 
     The pool has ``num_pages`` pages and is the plane; the session owns the pages of ``block_table``, of which the
-    last one in use may be partial. Adjacent pages join into one span.
+    last one in use may be partial. Adjacent pages join into one span. ``window``, ``sink`` and ``first`` are as in
+    :class:`Linear`.
     """
 
     block_table: tuple[int, ...]
     page_size: int
     num_pages: int
     length: int = 0
+    window: int | None = None
+    sink: int = 0
+    first: int = 0
 
     law = "paged"
 
@@ -108,6 +138,8 @@ class Paged:
             seen.add(page)
         if not 0 <= self.length <= self._room:
             raise refused("bad-placement", "a paged plane", None, f"length 0 to {self._room}", self.length)
+        if not 0 <= self.first <= self.length:
+            raise refused("bad-placement", "a paged plane", None, f"first 0 to {self.length}", self.first)
 
     @property
     def capacity(self) -> int:
@@ -125,8 +157,8 @@ class Paged:
 
     @property
     def resident(self) -> RowSet:
-        """All rows: ``[0, length)``."""
-        return RowSet.of((0, self.length))
+        """All rows, ``[0, length)``; after a restore of a window only the pinned ones and those from ``first`` on."""
+        return _resident(self)
 
     def spans(self, first: int, end: int) -> tuple[Span, ...]:
         """One span for each run of adjacent pages."""
@@ -145,8 +177,8 @@ class Paged:
         return tuple(found)
 
     def need(self, position: int) -> RowSet:
-        """All rows: ``[0, position)``."""
-        return RowSet.of((0, position))
+        """All rows, ``[0, position)``; of a sliding layer the pinned ones and the last ``window - 1``."""
+        return _need(self, position)
 
     def with_pages(self, *pages: int) -> Paged:
         """The same rows with ``pages`` added behind the block table."""
@@ -160,13 +192,13 @@ class Paged:
         return AppendPlan(self, after, count, after.spans(start, start + count))
 
     def rewind(self, position: int, *, layer: int | None = None) -> Paged:
-        """Drop the rows from ``position`` on; the block table keeps its pages."""
+        """Drop the rows from ``position`` on; the block table keeps its pages. Refused as a linear plane does."""
         require_rewind(self, position, layer)
-        return replace(self, length=position)
+        return replace(self, length=position, first=min(self.first, position))
 
     def restored(self, position: int, *, layer: int | None = None) -> Paged:
         """This empty plane after its need at ``position`` was written into it."""
         require_fresh(self, layer)
         require_position(position, layer)
         require_capacity(position, self._room, layer)
-        return replace(self, length=position)
+        return replace(self, length=position, first=_restored_first(self, position))

@@ -82,10 +82,10 @@ def new_placement(layer: LayerGeometry, layout: LayerLayout, max_context: int) -
         return None
     capacity, window = layout.capacity, layer.window
     if layout.law == "linear":
-        return Linear(capacity)
+        return Linear(capacity, window=window, sink=layer.sink or 0)
     if layout.law == "paged" and layout.page_size is not None:
         pages = capacity // layout.page_size
-        return Paged(tuple(range(pages)), layout.page_size, pages)
+        return Paged(tuple(range(pages)), layout.page_size, pages, window=window, sink=layer.sink or 0)
     if window is None:
         if layout.law in ("modulo", "pinned", "chronological", "rebase"):
             raise CompatibilityError(

@@ -69,9 +69,7 @@ def latent(pool: int | None = 4, *, kv_rank: int = 12, rope_dim: int = 4, index_
         planes.append(PlaneGeometry("index_key", f32, (index_width // 2,), Unit.POOL))
         if pool > 1:
             planes.append(PlaneGeometry("index_tail", f32, (index_width,)))
-    return LayerGeometry(
-        "latent", tuple(planes), pool=pool, kv_rank=kv_rank, rope_dim=rope_dim, rope=f"d{rope_dim}"
-    )
+    return LayerGeometry("latent", tuple(planes), pool=pool, kv_rank=kv_rank, rope_dim=rope_dim, rope=f"d{rope_dim}")
 
 
 def recurrent(channels: int = 12, taps: int = 3, heads: int = 3, states: int = 5) -> LayerGeometry:

@@ -35,7 +35,7 @@ ROOMS: dict[str, frozenset[str]] = {
     "engines": frozenset({"model", "device", "live", "pack", "trust", "store", "migrate"}),
     "root": frozenset(LIBRARY),
     "kvpack_cli": frozenset({*LIBRARY, "root"}),
-    "kvpack_kernels": frozenset(),
+    "kvpack_kernels": frozenset({"numpy"}),
 }
 KERNELS_IMPORTER = "kvpack.device.cuda"
 
@@ -52,7 +52,7 @@ LIBRARIES: dict[str, frozenset[str]] = {
     "engines": frozenset({"numpy", "blake3", "torch", "transformers", "gguf", "safetensors"}),
     "root": frozenset({"numpy", "blake3"}),
     "kvpack_cli": frozenset({"click", "rich", "numpy", "blake3"}),
-    "kvpack_kernels": frozenset(),
+    "kvpack_kernels": frozenset({"numpy"}),
 }
 
 # Optional or slow libraries: imported inside the function that needs them, and a missing one is an EngineError

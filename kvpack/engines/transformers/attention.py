@@ -9,9 +9,9 @@ into ``values``; a row of the plane ``latent`` is the one followed by the other.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from kvpack.engines.transformers.layers import HeldRows, HeldState, LayerRole, unsupported_layer
+from kvpack.engines.transformers.layers import HeldRows, HeldState, LayerAdapter, LayerRole, unsupported_layer
 from kvpack.engines.transformers.library import encoding_name, require_torch, torch_dtype
 from kvpack.model.encoding import ENCODINGS
 from kvpack.model.geometry import LayerGeometry, PlaneGeometry, Unit
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "DynamicFull",
-    "DynamicIndexed",
-    "DynamicSliding",
-    "StaticFull",
-    "StaticIndexed",
-    "StaticSliding",
-    "WithoutCache",
+    "DYNAMIC_FULL",
+    "DYNAMIC_INDEXED",
+    "DYNAMIC_SLIDING",
+    "STATIC_FULL",
+    "STATIC_INDEXED",
+    "STATIC_SLIDING",
+    "WITHOUT_CACHE",
     "empty_rows",
     "plane_of",
     "zeros",
@@ -98,7 +98,7 @@ class _Sliding(_Attention):
         return replace(found, kind="sliding", window=role.window)
 
 
-class DynamicFull(_Attention):
+class _DynamicFull(_Attention):
     """``DynamicLayer``: every row, grown by concatenation."""
 
     law = "linear"
@@ -116,7 +116,7 @@ class DynamicFull(_Attention):
         return self._held(layer, geometry, first=0, at=0, count=position)
 
 
-class DynamicSliding(_Sliding):
+class _DynamicSliding(_Sliding):
     """``DynamicSlidingWindowLayer``: the last ``window - 1`` rows and the true count."""
 
     law = "chronological"
@@ -134,14 +134,12 @@ class DynamicSliding(_Sliding):
             layer.lazy_initialization(*empty_rows(geometry, device))
             # Past the window a step leaves a view without the oldest row of its concatenation of `window` rows.
             length = min(position, layer.sliding_window)
-            layer.keys, layer.values = (
-                rows[:, :, length - held :, :] for rows in _allocated(geometry, length, device)
-            )
+            layer.keys, layer.values = (rows[:, :, length - held :, :] for rows in _allocated(geometry, length, device))
             layer.cumulative_length = position
         return self._held(layer, geometry, first=position - held, at=0, count=held)
 
 
-class StaticFull(_Attention):
+class _StaticFull(_Attention):
     """``StaticLayer``: memory for ``max_cache_len`` rows."""
 
     law = "linear"
@@ -163,7 +161,7 @@ class StaticFull(_Attention):
         return self._held(layer, geometry, first=0, at=0, count=position)
 
 
-class StaticSliding(_Sliding):
+class _StaticSliding(_Sliding):
     """``StaticSlidingWindowLayer``: ``window`` rows, of which the last ``window - 1`` are read again."""
 
     law = "chronological"
@@ -198,10 +196,16 @@ def _indexed(found: LayerGeometry, layer: Any, role: LayerRole) -> LayerGeometry
     if not layer.is_indexer_initialized:
         return found
     if found.kind != "latent":
-        raise unsupported_layer(role, layer, "runs an indexer over rows that are not latent", field="kind", found="full")
+        raise unsupported_layer(
+            role, layer, "runs an indexer over rows that are not latent", field="kind", found="full"
+        )
     if layer.indexer_position_ids is not None:
         raise unsupported_layer(
-            role, layer, "keeps positions of its own beside the index keys", field="indexer_position_ids", found="tensor"
+            role,
+            layer,
+            "keeps positions of its own beside the index keys",
+            field="indexer_position_ids",
+            found="tensor",
         )
     key = plane_of("index_key", layer.indexer_keys, (layer.indexer_keys.shape[2],), Unit.POOL)
     return replace(found, planes=(*found.planes, key), pool=1)
@@ -222,7 +226,7 @@ def _start_indexer(layer: Any, geometry: LayerGeometry, device: Any) -> PlaneGeo
     return plane
 
 
-class DynamicIndexed(DynamicFull):
+class _DynamicIndexed(_DynamicFull):
     """``DynamicIndexedLayer``: latent rows and an indexer's key for each of them."""
 
     def geometry(self, layer: Any, role: LayerRole) -> LayerGeometry:
@@ -240,7 +244,7 @@ class DynamicIndexed(DynamicFull):
         return _with_index(held, layer, position)
 
 
-class StaticIndexed(StaticFull):
+class _StaticIndexed(_StaticFull):
     """``StaticIndexedLayer``: the same in memory for ``max_cache_len`` rows."""
 
     def geometry(self, layer: Any, role: LayerRole) -> LayerGeometry:
@@ -257,7 +261,7 @@ class StaticIndexed(StaticFull):
         return _with_index(held, layer, position)
 
 
-class WithoutCache:
+class _WithoutCache:
     """``DummyLayer``: a layer that reads another one's cache, or needs none."""
 
     law = "none"
@@ -306,3 +310,12 @@ def _allocated(geometry: LayerGeometry, rows: int, device: Any) -> list[torch.Te
 def empty_rows(geometry: LayerGeometry, device: Any) -> list[torch.Tensor]:
     """Keys and values of zero tokens: what transformers' own ``early_initialization`` allocates a layer from."""
     return _allocated(geometry, 0, device)
+
+
+DYNAMIC_FULL: Final[LayerAdapter] = _DynamicFull()
+DYNAMIC_INDEXED: Final[LayerAdapter] = _DynamicIndexed()
+DYNAMIC_SLIDING: Final[LayerAdapter] = _DynamicSliding()
+STATIC_FULL: Final[LayerAdapter] = _StaticFull()
+STATIC_INDEXED: Final[LayerAdapter] = _StaticIndexed()
+STATIC_SLIDING: Final[LayerAdapter] = _StaticSliding()
+WITHOUT_CACHE: Final[LayerAdapter] = _WithoutCache()

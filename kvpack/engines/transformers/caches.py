@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from kvpack.engines.transformers.layers import LayerAdapter, adapter_of
+from kvpack.engines.transformers.layers import LayerAdapter, LayerRole
 from kvpack.engines.transformers.library import forward, one_line, quiet, require_transformers
+from kvpack.engines.transformers.registry import adapter_of
 from kvpack.engines.transformers.rotation import kept_rotations, rotations
 from kvpack.errors import EngineError, UsageError
-from kvpack.model.geometry import Geometry, LayerGeometry
+from kvpack.model.geometry import Geometry, Unit
 
 __all__ = ["CACHE_KINDS", "LiveCache", "describe", "new_cache", "survey"]
 
@@ -53,7 +54,7 @@ def new_cache(model: Any, kind: str = "dynamic", capacity: int | None = None) ->
 
 @dataclass(frozen=True)
 class LiveCache:
-    """What a live cache is: its kind, its capacity in rows (static only), and each layer with its adapter.
+    """What a live cache is: its kind, its capacity in rows (static layers of rows only), each layer with its adapter.
 
     ``most_tokens`` is the longest session that it can hold (None: no limit). A static sliding layer of at least its
     window goes on for ever; a smaller one would lose rows that its window still covers.
@@ -108,56 +109,92 @@ def survey(model: Any, cache: Any) -> LiveCache:
             )
     if kind == "dynamic":
         return LiveCache(kind, None, None, tuple(adapters))
-    capacity = max(int(layer.max_cache_len) for layer, _ in adapters)
-    _, windows = layer_types_and_windows(model)
+    capacities = [adapter.capacity(layer) for layer, adapter in adapters]
+    capacity = max(capacities) or None
+    # Layers without rows (recurrent ones, and those that read another's cache) never end.
     endless = all(
-        window is not None and layer.max_cache_len >= window
-        for (layer, _), window in zip(adapters, windows, strict=True)
+        rows == 0 or (role.window is not None and rows >= role.window)
+        for rows, role in zip(capacities, layer_roles(model), strict=True)
     )
     return LiveCache(kind, capacity, None if endless else capacity, tuple(adapters))
 
 
 def describe(model: Any) -> Geometry:
-    """The geometry of the model's cache, learned from a forward of one token through a fresh cache.
+    """The geometry of the model's cache, learned from a forward of a token or a few through a fresh cache.
 
     The same for dynamic and static caches. Raises EngineError ``unsupported-cache`` for a layer kind that kvpack does
     not know.
     """
     cache = new_cache(model)
-    for at, layer in enumerate(cache.layers):
-        adapter_of(layer, at)
+    count = described_after(survey(model, cache))
     with quiet(), kept_rotations(model):
-        forward(model, [0], cache)
+        forward(model, [0] * count, cache)
     return geometry_of(model, survey(model, cache))
 
 
+def described_after(live: LiveCache) -> int:
+    """The number of tokens after which the cache shows the shape of everything that it will hold."""
+    return max((adapter.described_after(layer) for layer, adapter in live.layers), default=1)
+
+
 def geometry_of(model: Any, live: LiveCache) -> Geometry:
-    """The geometry of a live cache whose layers have all seen a token."""
-    layer_types, windows = layer_types_and_windows(model)
-    turned = rotations(model, layer_types)
+    """The geometry of a live cache whose layers have all seen enough tokens (:func:`described_after`)."""
+    roles = layer_roles(model)
+    turned = rotations(model, [role.layer_type for role in roles])
     layers = []
-    for at, (layer, adapter) in enumerate(live.layers):
-        window = windows[at]
-        if adapter.kind == "sliding" and (window is None or window < 2):
-            raise EngineError(
-                "unsupported-cache",
-                f"layer {at} slides over a window of {window}; transformers keeps no row of it apart",
-                layer=at,
-                field="window",
-                expected="at least 2",
-                found=window,
-            )
-        layers.append(LayerGeometry(adapter.kind, adapter.planes(layer), window=window, rope=turned.names[at]))
-    return Geometry(tuple(layers), ropes=turned.table)
+    for (layer, adapter), role, rope in zip(live.layers, roles, turned.names, strict=True):
+        found = adapter.geometry(layer, role)
+        has_rows = any(plane.unit is Unit.TOKEN for plane in found.planes)
+        layers.append(replace(found, rope=rope if has_rows else None))
+    used = {layer.rope for layer in layers}
+    return Geometry(tuple(layers), ropes={name: rope for name, rope in turned.table.items() if name in used})
 
 
-def layer_types_and_windows(model: Any) -> tuple[list[str], list[int | None]]:
-    """The types of the cache's layers and their windows (None: not sliding), as transformers reads the config."""
+def layer_roles(model: Any) -> list[LayerRole]:
+    """What each layer of the model's cache is, as transformers reads the config.
+
+    Raises EngineError ``unsupported-cache`` for a way of sharing caches between layers that kvpack does not know.
+    """
     require_transformers()
     from transformers.cache_utils import get_layer_types_and_kwargs
 
-    layer_types, arguments = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
-    return list(layer_types), [keywords.get("sliding_window") for keywords in arguments]
+    config = model.config.get_text_config(decoder=True)
+    layer_types, arguments = get_layer_types_and_kwargs(config)
+    rank, rope_dim = getattr(config, "kv_lora_rank", None), getattr(config, "qk_rope_head_dim", None)
+    latent = (int(rank), int(rope_dim)) if rank and rope_dim is not None else None
+    sources = _sources(config)
+    return [
+        LayerRole(at, layer_type, _window(keywords), latent, sources.get(at))
+        for at, (layer_type, keywords) in enumerate(zip(layer_types, arguments, strict=True))
+    ]
+
+
+def _window(keywords: dict[str, Any]) -> int | None:
+    window = keywords.get("sliding_window", getattr(keywords.get("config"), "sliding_window", None))
+    return None if window is None else int(window)
+
+
+def _sources(config: Any) -> dict[int, int]:
+    """The layer that each sharing layer reads: the last one of its own type that keeps a cache (gemma3n, gemma4)."""
+    modes = getattr(config, "kv_sharing_modes", None) or []
+    found: dict[int, int] = {}
+    last: dict[str, int] = {}
+    for at, mode in enumerate(modes):
+        layer_type = config.layer_types[at]
+        if mode == "reuse":
+            found[at] = last[layer_type]
+        elif mode in (None, "store"):
+            last[layer_type] = at
+        else:
+            raise EngineError(
+                "unsupported-cache",
+                f"layer {at} shares its cache by the mode {mode!r}, which kvpack does not know",
+                layer=at,
+                field="kv_sharing_modes",
+                expected="store, reuse",
+                found=mode,
+            )
+    return found
 
 
 def _layers_of(model: Any, kind: str) -> list[Any]:

@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpack.engines.transformers.caches import LiveCache, describe, geometry_of, survey
+from kvpack.engines.transformers.caches import LiveCache, describe, described_after, geometry_of, survey
 from kvpack.engines.transformers.identification import identify, with_cache
+from kvpack.engines.transformers.layers import HeldState
 from kvpack.engines.transformers.library import encoding_name, host_words
 from kvpack.engines.transformers.rotation import require_reproducible
 from kvpack.errors import EngineError
 from kvpack.model.encoding import ENCODINGS
-from kvpack.model.geometry import MAX_POSITION, Geometry, PlaneKey
+from kvpack.model.geometry import MAX_POSITION, Geometry, LayerGeometry, PlaneKey, Unit
 from kvpack.model.identity import Identity
 from kvpack.model.layout import LayerLayout, ProducerLayout
-from kvpack.model.planes import LOGITS, TOKENS, plane_specs, semantic_rows, session_spec, tokens_spec
+from kvpack.model.planes import LOGITS, TOKENS, PlaneSpec, plane_specs, semantic_rows, session_spec, tokens_spec
 from kvpack.model.ranges import RowSet
 from kvpack.model.snapshot import Cut, CutRecord, PlaneRows, Probe
 
@@ -44,7 +45,8 @@ def capture(
 ) -> Cut:
     """The session's state at the cache's position, copied: later changes of the cache do not reach it.
 
-    ``tokens`` are the ids that the cache has seen, and possibly more that are still to be fed. ``logits`` is the last
+    ``tokens`` are the ids that the cache has seen, and possibly more that are still to be fed; for a model whose
+    cache counts no tokens (mamba2: states only) they are exactly those that it has seen. ``logits`` is the last
     forward's output, of which the last row is kept (``[vocab_size]``, or with leading axes of batch 1). Sliding layers
     give the last ``window - 1`` rows, with ``resident`` all that they hold. ``identity`` spares hashing the model
     again where the caller knows that it has not changed. ``attention_mask`` and ``inputs_embeds`` are the forwards'
@@ -58,7 +60,7 @@ def capture(
     ids = _token_ids(model, tokens)
     live = survey(model, cache)
     _require_batch_one(live)
-    position = _agreed_position(live)
+    position = _agreed_position(live, len(ids))
     if len(ids) < position:
         raise EngineError(
             "tokens-shorter-than-rows",
@@ -76,7 +78,7 @@ def capture(
             expected=position,
             found=probe.position,
         )
-    geometry = geometry_of(model, live) if position else describe(model)
+    geometry = geometry_of(model, live) if position >= described_after(live) else describe(model)
     planes = _layer_planes(live, geometry, position, resident)
     if logits is not None:
         planes[LOGITS] = _logits_plane(logits)
@@ -154,15 +156,20 @@ def _require_batch_one(live: LiveCache) -> None:
             raise _batch_error(adapter.batch(layer), at)
 
 
-def _agreed_position(live: LiveCache) -> int:
-    """The position on which all layers agree; the odd one out is the one that most others contradict."""
+def _agreed_position(live: LiveCache, known: int) -> int:
+    """The position on which all layers agree; the odd one out is the one that most others contradict.
+
+    Layers that do not count stand where the others do; where none counts, at the number of known tokens.
+    """
     positions = [adapter.position(layer) for layer, adapter in live.layers]
-    expected = Counter(positions).most_common(1)[0][0]
-    for at, found in enumerate(positions):
-        if found != expected:
+    counted = Counter(position for position in positions if position is not None)
+    expected = counted.most_common(1)[0][0] if counted else known
+    for at, ((layer, adapter), found) in enumerate(zip(live.layers, positions, strict=True)):
+        uncounted = found is None and expected == 0 and adapter.is_filled(layer)
+        if uncounted or found not in (None, expected):
             raise EngineError(
                 "layers-disagree",
-                f"layer {at} has seen {found} tokens, the others {expected}",
+                f"layer {at} has seen {'some' if found is None else found} tokens, the others {expected}",
                 layer=at,
                 field="position",
                 expected=expected,
@@ -172,37 +179,48 @@ def _agreed_position(live: LiveCache) -> int:
 
 
 def _layer_planes(live: LiveCache, geometry: Geometry, position: int, resident: bool) -> dict[PlaneKey, PlaneRows]:
-    planes: dict[PlaneKey, PlaneRows] = {}
     specs = plane_specs(geometry)
-    for key, layer_geometry, plane in geometry.planes():
-        layer, adapter = live.layers[key.layer]
-        held = adapter.export(layer)
-        rows = semantic_rows(layer_geometry, specs[key], position)
-        tensor = held.planes.get(plane.role)
-        there = RowSet.of((held.first, held.first + (0 if tensor is None else int(tensor.shape[1]))))
-        if not there.contains(rows):
-            raise EngineError(
-                "rows-missing",
-                f"{key}: the layer is at {position} and holds rows {there}, not {rows}",
-                layer=key.layer,
-                plane=str(key),
-                field="rows",
-                expected=str(rows),
-                found=str(there),
-            )
-        if resident:
-            rows = there
-        planes[key] = PlaneRows(specs[key], rows, _copied(tensor, rows, held.first))
+    held = [adapter.export(layer, of) for (layer, adapter), of in zip(live.layers, geometry.layers, strict=True)]
+    planes: dict[PlaneKey, PlaneRows] = {}
+    for key, layer, plane in geometry.planes():
+        spec = specs[key]
+        if plane.unit is Unit.STATE:
+            planes[key] = _state(spec, held[key.layer])
+        else:
+            planes[key] = _rows(spec, layer, held[key.layer], position, resident)
     return planes
 
 
-def _copied(tensor: torch.Tensor | None, rows: RowSet, first: int) -> memoryview:
-    """Rows ``[num_kv_heads, n, head_dim]`` of a layer as ``[n, num_kv_heads, head_dim]``, in memory of their own."""
-    if tensor is None or not rows:
-        return memoryview(b"")
+def _state(spec: PlaneSpec, held: HeldState) -> PlaneRows:
+    """A state as it is; zeros where the session is too short for the layer to have one."""
+    state = held.states.get(spec.key.role)
+    buffer = memoryview(bytes(spec.row_bytes)) if state is None else _owned(host_words(state.cpu()))
+    return PlaneRows(spec, RowSet.of((0, spec.row_bytes)), buffer)
+
+
+def _rows(spec: PlaneSpec, layer: LayerGeometry, held: HeldState, position: int, resident: bool) -> PlaneRows:
+    """The rows that a cut at ``position`` means, with ``resident`` all that the layer holds."""
+    wanted = semantic_rows(layer, spec, position)
+    found = held.rows.get(spec.key.role)
+    there = RowSet() if found is None else RowSet.of((found.first, found.end))
+    if not there.contains(wanted):
+        raise EngineError(
+            "rows-missing",
+            f"{spec.key}: the layer is at {position} and holds rows {there}, not {wanted}",
+            layer=spec.key.layer,
+            plane=str(spec.key),
+            field="rows",
+            expected=str(wanted),
+            found=str(there),
+        )
+    rows = there if resident else wanted
+    if found is None or not rows:
+        return PlaneRows(spec, rows, memoryview(b""))
     ((begin, end),) = rows.ranges
-    words = host_words(tensor[:, begin - first : end - first, :].cpu())
-    return _owned(words.transpose(1, 0, 2))
+    parts = [host_words(part[:, begin - found.first : end - found.first, :].cpu()) for part in found.parts]
+    # Each part lies as [heads, n, width]; a row is its heads side by side, part behind part.
+    by_row = [words.transpose(1, 0, 2).reshape(end - begin, -1) for words in parts]
+    return PlaneRows(spec, rows, _owned(np.concatenate(by_row, axis=1) if len(by_row) > 1 else by_row[0]))
 
 
 def _owned(words: NDArray[Any]) -> memoryview:

@@ -9,22 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvpack.engines.transformers.attention import plane_of, zeros
-from kvpack.engines.transformers.layers import HeldRows, HeldState, LayerRole, unsupported_layer
+from kvpack.engines.transformers.layers import HeldRows, HeldState, LayerAdapter, LayerRole, unsupported_layer
 from kvpack.model.geometry import LayerGeometry, PlaneGeometry, Unit
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Compressed"]
+__all__ = ["COMPRESSED"]
 
-_ENTRIES = {"entry": "compressed_kv", "tail_kv": "buffer_kv", "tail_gate": "buffer_gate"}
-_OVERLAPS = {"overlap_kv": "overlap_kv", "overlap_gate": "overlap_gate"}
+_ENTRIES: Final = {"entry": "compressed_kv", "tail_kv": "buffer_kv", "tail_gate": "buffer_gate"}
+_OVERLAPS: Final = {"overlap_kv": "overlap_kv", "overlap_gate": "overlap_gate"}
 
 
-class Compressed:
+class _Compressed:
     """``DeepseekV4HCACache`` and ``DeepseekV4CSACache``."""
 
     law = "chronological"
@@ -99,3 +99,6 @@ def _parts(layer: Any, names: dict[str, str]) -> Iterator[tuple[str, str, torch.
         for name, tensor in getattr(layer, attribute, {}).items():
             if tensor is not None:
                 yield base, name, tensor
+
+
+COMPRESSED: Final[LayerAdapter] = _Compressed()

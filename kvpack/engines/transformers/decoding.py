@@ -89,7 +89,7 @@ def _require_room(model: Any, cache: Any, count: int) -> None:
     live = survey(model, cache)
     if live.most_tokens is None:
         return
-    position = max(adapter.position(layer) for layer, adapter in live.layers)
+    position = max(adapter.position(layer) or 0 for layer, adapter in live.layers)
     if position + count > live.most_tokens:
         raise EngineError(
             "capacity-too-small",

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvpack.engines.transformers.caches import LiveCache, describe, new_cache, survey
 from kvpack.engines.transformers.identification import identify, with_cache
+from kvpack.engines.transformers.layers import HeldRows
 from kvpack.engines.transformers.library import host_words, one_line, require_torch, torch_dtype
 from kvpack.errors import CompatibilityError, InstallError, ResourceError
 from kvpack.model.gate import Destination, GateReport, gate
@@ -41,22 +42,60 @@ class Installed:
     logits: torch.Tensor | None
 
 
-@dataclass(frozen=True)
-class _Target:
-    """Where rows of one plane go: words ``[num_kv_heads, rows, head_dim]`` of host memory, ``first`` its first row.
+class _Staged:
+    """Host memory of a tensor: its own, or a staging copy where the layer is elsewhere."""
 
-    ``device_rows`` is the tensor that the words are a staging copy of, where the layer is not in host memory.
-    """
+    def __init__(self, tensor: torch.Tensor) -> None:
+        staging = tensor if _is_on_host(tensor) else require_torch().empty(tensor.shape, dtype=tensor.dtype)
+        self.words: NDArray[Any] = host_words(staging)
+        self._device_rows = None if staging is tensor else tensor
 
-    words: NDArray[Any]
-    first: int
-    device_rows: torch.Tensor | None = None
+    def publish(self) -> None:
+        if self._device_rows is not None:
+            self._device_rows.copy_(_as_tensor(self.words, self._device_rows.dtype))
+
+
+class _Target(Protocol):
+    """Where what is read of one plane goes."""
+
+    def write(self, first: int, rows: int, buffer: memoryview) -> None: ...
+
+    def publish(self) -> None: ...
+
+
+class _RowTarget:
+    """Rows of one plane, into the parts ``[heads, rows, width]`` of which each row is made."""
+
+    def __init__(self, held: HeldRows) -> None:
+        self._first = held.first
+        self._parts = [_Staged(part) for part in held.parts]
 
     def write(self, first: int, rows: int, buffer: memoryview) -> None:
-        num_kv_heads, _, head_dim = self.words.shape
-        at = first - self.first
-        source = np.frombuffer(buffer, dtype=self.words.dtype).reshape(rows, num_kv_heads, head_dim)
-        self.words[:, at : at + rows, :] = source.transpose(1, 0, 2)
+        at, column = first - self._first, 0
+        words = np.frombuffer(buffer, dtype=self._parts[0].words.dtype).reshape(rows, -1)
+        for part in self._parts:
+            heads, _, width = part.words.shape
+            source = words[:, column : column + heads * width].reshape(rows, heads, width)
+            part.words[:, at : at + rows, :] = source.transpose(1, 0, 2)
+            column += heads * width
+
+    def publish(self) -> None:
+        for part in self._parts:
+            part.publish()
+
+
+class _StateTarget:
+    """One state; ``first`` and ``rows`` count its bytes."""
+
+    def __init__(self, state: torch.Tensor) -> None:
+        self._staged = _Staged(state)
+        self._bytes = self._staged.words.reshape(-1).view(np.uint8)
+
+    def write(self, first: int, rows: int, buffer: memoryview) -> None:
+        self._bytes[first : first + rows] = np.frombuffer(buffer, dtype=np.uint8)
+
+    def publish(self) -> None:
+        self._staged.publish()
 
 
 class _Session:
@@ -141,8 +180,8 @@ def install(
     contiguity that transformers itself leaves after the same number of tokens.
 
     Raises the gate's first refusal (CompatibilityError) before anything is allocated; what reading the rows raises,
-    and then no cache is handed out; InstallError ``rows-missing`` where rows did not come; ResourceError
-    ``out-of-memory``.
+    and then no cache is handed out; InstallError ``rows-missing`` where rows did not come, ``state-too-early`` for a
+    state that the session is too short to have; ResourceError ``out-of-memory``.
     """
     report = plan(
         cut,
@@ -165,9 +204,9 @@ def install(
     session = _Session(targets, buffers)
     cut.read_rows(wanted, session)
     session.require_whole(wanted)
+    _require_empty(buffers, report.position)
     for target in targets.values():
-        if target.device_rows is not None:
-            target.device_rows.copy_(_as_tensor(target.words, target.device_rows.dtype))
+        target.publish()
     return Installed(
         cache=fresh,
         report=report,
@@ -224,14 +263,24 @@ def _allocate(live: LiveCache, geometry: Geometry, position: int, device: Any) -
                 layer=at,
                 field="capacity",
             ) from error
-        for role, tensor in held.planes.items():
-            key = PlaneKey(Scope.LAYER.value, at, role)
-            if _is_on_host(tensor):
-                targets[key] = _Target(host_words(tensor), held.first)
-            else:
-                staging = require_torch().empty(tensor.shape, dtype=tensor.dtype)
-                targets[key] = _Target(host_words(staging), held.first, tensor)
+        made: dict[str, _Target] = {role: _RowTarget(rows) for role, rows in held.rows.items()}
+        made |= {role: _StateTarget(state) for role, state in held.states.items()}
+        targets |= {PlaneKey(Scope.LAYER.value, at, role): target for role, target in made.items()}
     return targets
+
+
+def _require_empty(buffers: Mapping[PlaneKey, bytearray], position: int) -> None:
+    """A state that the library does not have yet after so few tokens says nothing: it must be zeros."""
+    for key, content in buffers.items():
+        if key.scope == Scope.LAYER.value and any(content):
+            raise InstallError(
+                "state-too-early",
+                f"{key}: the pack has a state at {position}, where the model's own cache has none yet",
+                layer=key.layer,
+                plane=str(key),
+                field="position",
+                found=position,
+            )
 
 
 def _is_on_host(tensor: torch.Tensor) -> bool:

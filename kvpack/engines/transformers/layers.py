@@ -1,15 +1,10 @@
-"""Cache layers of transformers, one adapter a class: what a live layer holds, and how to build one that holds it.
-
-The registry is keyed by the exact class. A subclass may keep state that its parent does not, so it is another class
-and refused by name until it has an adapter of its own.
-"""
+"""What kvpack does with a cache layer of transformers: the contract of an adapter, and what passes through it."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvpack.errors import EngineError
 from kvpack.model.geometry import LayerGeometry
@@ -17,7 +12,7 @@ from kvpack.model.geometry import LayerGeometry
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["HeldRows", "HeldState", "LayerAdapter", "LayerRole", "adapter_of", "unsupported_layer"]
+__all__ = ["HeldRows", "HeldState", "LayerAdapter", "LayerRole", "unsupported_layer"]
 
 
 @dataclass(frozen=True)
@@ -104,50 +99,3 @@ def unsupported_layer(role: LayerRole, layer: Any, reason: str, *, field: str, f
         field=field,
         found=found,
     )
-
-
-def _adapters() -> Mapping[tuple[str, str], LayerAdapter]:
-    from kvpack.engines.transformers import attention, compressed, recurrent
-
-    generic = "transformers.cache_utils"
-    deepseek_v4 = "transformers.models.deepseek_v4.modeling_deepseek_v4"
-    dynamic, sliding = attention.DynamicFull(), attention.DynamicSliding()
-    static, static_sliding = attention.StaticFull(), attention.StaticSliding()
-    return {
-        (generic, "DynamicLayer"): dynamic,
-        (generic, "DynamicSlidingWindowLayer"): sliding,
-        (generic, "DynamicIndexedLayer"): attention.DynamicIndexed(),
-        (generic, "StaticLayer"): static,
-        (generic, "StaticSlidingWindowLayer"): static_sliding,
-        (generic, "StaticIndexedLayer"): attention.StaticIndexed(),
-        (generic, "LinearAttentionLayer"): recurrent.Recurrent(),
-        (generic, "LinearAttentionAndFullAttentionLayer"): recurrent.Hybrid(dynamic),
-        (generic, "LinearAttentionAndSlidingWindowAttentionLayer"): recurrent.Hybrid(sliding),
-        (generic, "LinearAttentionAndStaticFullAttentionLayer"): recurrent.Hybrid(static),
-        (generic, "LinearAttentionAndStaticSlidingWindowAttentionLayer"): recurrent.Hybrid(static_sliding),
-        (generic, "DummyLayer"): attention.WithoutCache(),
-        (deepseek_v4, "DeepseekV4HCACache"): compressed.Compressed(),
-        (deepseek_v4, "DeepseekV4CSACache"): compressed.Compressed(),
-    }
-
-
-_ADAPTERS: Final[dict[tuple[str, str], LayerAdapter]] = {}
-
-
-def adapter_of(layer: Any, at: int) -> LayerAdapter:
-    """The adapter of layer ``at``; EngineError ``unsupported-cache`` names a class that has none."""
-    if not _ADAPTERS:
-        _ADAPTERS.update(_adapters())
-    kind = type(layer)
-    adapter = _ADAPTERS.get((kind.__module__, kind.__qualname__))
-    # A name is not a class: the module must say that this is the class of that name.
-    if adapter is None or getattr(sys.modules.get(kind.__module__), kind.__name__, None) is not kind:
-        raise EngineError(
-            "unsupported-cache",
-            f"layer {at} is a {kind.__name__}, which kvpack cannot capture or install",
-            layer=at,
-            field="class",
-            expected=", ".join(sorted(name for _, name in _ADAPTERS)),
-            found=kind.__name__,
-        )
-    return adapter

@@ -1,8 +1,8 @@
-"""Recurrent layers of transformers' caches, alone or beside attention: states of a fixed shape, and no count of tokens.
+"""Recurrent layers of transformers' caches, alone or beside attention: states of a fixed shape, no count of tokens.
 
-A state is carried as the library holds it, without the batch axis: a conv state is ``[channel, tap]``, with as many taps
-as the library keeps; a recurrent one has the axes of the library's tensor, in its order. Each has its own element type:
-in a bf16 model the recurrent state is f32 and the conv state bf16.
+A state is carried as the library holds it, without the batch axis: a conv state is ``[channel, tap]``, with as many
+taps as the library keeps; a recurrent one has the axes of the library's tensor, in its order. Each has its own element
+type: in a bf16 model the recurrent state is f32 and the conv state bf16.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvpack.model.geometry import LayerGeometry, PlaneGeometry, Unit
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Hybrid", "Recurrent"]
+__all__ = ["RECURRENT", "hybrid"]
 
 # What a recurrent state's axes are differs from family to family; the names say only which is which.
 _AXES: Final = {
@@ -28,8 +28,8 @@ _AXES: Final = {
 }
 
 
-class Recurrent:
-    """``LinearAttentionLayer``: one or several pairs of a conv state and a recurrent state, either of which may miss."""
+class _Recurrent:
+    """``LinearAttentionLayer``: one or several pairs of a conv and a recurrent state, either of which may miss."""
 
     law = "none"
 
@@ -61,7 +61,11 @@ class Recurrent:
         for name, state in _states(layer):
             if not state.is_contiguous():
                 raise unsupported_layer(
-                    role, layer, f"holds a {name} state in another order than row-major", field=name, found=state.stride()
+                    role,
+                    layer,
+                    f"holds a {name} state in another order than row-major",
+                    field=name,
+                    found=state.stride(),
                 )
             base = name.partition(".")[0]
             axes = _AXES.get((base, state.dim() - 1), tuple(f"axis_{at}" for at in range(state.dim() - 1)))
@@ -90,12 +94,12 @@ class Recurrent:
         return self.export(layer, geometry)
 
 
-class Hybrid:
+class _Hybrid:
     """A layer that keeps rows of attention and recurrent states: both in one layer of the geometry."""
 
     def __init__(self, attention: LayerAdapter) -> None:
         self._attention = attention
-        self._recurrent = Recurrent()
+        self._recurrent = _Recurrent()
         self.law = attention.law
 
     def described_after(self, layer: Any) -> int:
@@ -130,9 +134,17 @@ class Hybrid:
         return HeldState(self._attention.restore(layer, geometry, position, device).rows, states)
 
 
+def hybrid(attention: LayerAdapter) -> LayerAdapter:
+    """The adapter of a class that is both this attention layer and a recurrent one."""
+    return _Hybrid(attention)
+
+
 def _states(layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Every state that the layer has, with its role; the number is left out where there is only one."""
     for base, states in (("conv", layer.conv_states), ("ssm", layer.recurrent_states)):
         for at, state in states.items():
             if state is not None:
                 yield (base if layer.number_of_states == 1 else f"{base}.{at}"), state
+
+
+RECURRENT: Final[LayerAdapter] = _Recurrent()

@@ -25,6 +25,8 @@ _INTERLEAVED: Final = frozenset(
         "cohere",
         "cohere2",
         "cohere2_moe",
+        "deepseek_v2",
+        "deepseek_v4",
         "ernie4_5",
         "ernie4_5_moe",
         "glm",
@@ -36,6 +38,9 @@ _INTERLEAVED: Final = frozenset(
 )
 # In these families the full layers carry no rotation where the model has sliding layers.
 _FULL_LAYERS_WITHOUT_ROPE: Final = frozenset({"cohere2", "exaone4", "exaone4_5_text", "exaone_moe", "kolibri1"})
+# Rotations that the rotary module names by their use and not by the layer's type.
+_NAMES_BY_USE: Final = {"sliding_attention": "main"}
+_OTHER_USE: Final = "compress"
 # The frequencies of these types change with the length of the session.
 _HISTORY_DEPENDENT: Final = frozenset({"dynamic", "longrope"})
 
@@ -123,7 +128,8 @@ def _modules(model: Any) -> Iterator[tuple[str, Any]]:
 def _prefixes(module: Any, layer_types: Sequence[str]) -> list[tuple[str, str]]:
     if "inv_freq" in module._buffers:
         return [("rope", "")]
-    kinds = [kind for kind in dict.fromkeys(layer_types) if f"{kind}_inv_freq" in module._buffers]
+    names = [*dict.fromkeys(layer_types), *_NAMES_BY_USE.values(), _OTHER_USE]
+    kinds = [kind for kind in names if f"{kind}_inv_freq" in module._buffers]
     return [(kind, f"{kind}_") for kind in kinds]
 
 
@@ -150,7 +156,10 @@ def _parameter_sets(config: Any) -> list[dict[str, Any]]:
 def _name(table: dict[str, Rope], layer_type: str) -> str | None:
     if "rope" in table:
         return "rope"
-    return layer_type if layer_type in table else None
+    if layer_type in table:
+        return layer_type
+    by_use = _NAMES_BY_USE.get(layer_type, _OTHER_USE)
+    return by_use if by_use in table else None
 
 
 def _turns(config: Any, at: int, layer_type: str) -> bool:
