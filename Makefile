@@ -24,12 +24,13 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup demo test check fix clean distclean
+.PHONY: help setup demo test check fuzz fix clean distclean
 
 help:
 	@echo "make demo       set up, then move a real session into a second process and compare every step"
 	@echo "make test       set up, then run the test suite (ARGS=... goes to pytest)"
 	@echo "make check      lint, format, types and the table of rooms"
+	@echo "make fuzz       damage packs for five minutes; nothing but a KvpackError may come out"
 	@echo "make setup      .venv with everything that the tests need"
 	@echo "make fix        let ruff format and repair what it can"
 	@echo "make clean      remove caches and build outputs; 'make distclean' also .venv and .models"
@@ -47,6 +48,12 @@ check: $(STAMPS)/dev
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -q tests/unit/test_rooms.py
+
+# How long the fuzzer runs: make fuzz SECONDS_TO_FUZZ=3600
+SECONDS_TO_FUZZ ?= 300
+
+fuzz: $(STAMPS)/dev
+	@$(BIN)/python tests/fuzz/fuzz_reader.py --seconds $(SECONDS_TO_FUZZ)
 
 fix: $(STAMPS)/dev
 	@$(BIN)/ruff check --fix .
