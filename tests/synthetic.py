@@ -55,6 +55,27 @@ def recurrent() -> LayerGeometry:
     )
 
 
+def hybrid(window: int | None = None) -> LayerGeometry:
+    return LayerGeometry("hybrid", (*kv(), *recurrent().planes), window=window)
+
+
+def compressed(window: int = 8, pool: int = 4) -> LayerGeometry:
+    return LayerGeometry(
+        "compressed",
+        (
+            PlaneGeometry("k", BF16, (1, 8)),
+            PlaneGeometry("entry.compressor", BF16, (8,), Unit.POOL),
+            PlaneGeometry("entry.indexer", BF16, (4,), Unit.POOL),
+            PlaneGeometry("tail_kv.compressor", BF16, (16,)),
+            PlaneGeometry("tail_gate.compressor", BF16, (16,)),
+            PlaneGeometry("overlap_kv.compressor", BF16, (pool, 8), Unit.STATE, axes=("token", "channel")),
+            PlaneGeometry("overlap_gate.compressor", F32, (pool, 8), Unit.STATE, axes=("token", "channel")),
+        ),
+        window=window,
+        pool=pool,
+    )
+
+
 def shared(source: int) -> LayerGeometry:
     return LayerGeometry("shared", (), source=source)
 
@@ -86,6 +107,10 @@ EVERY_KIND = Geometry(
         cross(),
         composite(),
         full(encoding="q8_0", dim=32),
+        hybrid(),
+        hybrid(window=6),
+        compressed(),
+        LayerGeometry("none", ()),
     ),
     draft_layers=(full(1, 4),),
 )

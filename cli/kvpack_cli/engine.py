@@ -6,9 +6,11 @@ import importlib
 import os
 from typing import Any
 
-__all__ = ["ENGINES", "engine_module"]
+__all__ = ["ENGINES", "HOST", "engine_module"]
 
 ENGINES = {"transformers": "kvpack.engines.transformers"}
+HOST = "host"
+"""A plain cache in main memory: no engine, since it has no model."""
 
 
 def engine_module(name: str) -> Any:

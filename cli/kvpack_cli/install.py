@@ -14,15 +14,22 @@ from kvpack.errors import CompatibilityError, UsageError
 from kvpack.model.gate import GateReport
 from kvpack.model.identity import Identity
 from kvpack.pack.view import PackCut
-from kvpack_cli.engine import engine_module
+from kvpack_cli.engine import HOST, engine_module
+from kvpack_cli.geometry_file import read_geometry
+from kvpack_cli.host_install import HostInstall
 from kvpack_cli.options import (
     FILE,
     allow_unsigned_option,
     capacity_for,
+    codec_option,
+    force_option,
     json_option,
     model_options,
+    parents_option,
     policy_of,
+    refuse_given,
     require_model,
+    require_output,
     trust_option,
 )
 from kvpack_cli.output import Output, count_text, printable, seconds_text
@@ -36,6 +43,13 @@ __all__ = ["command"]
 DEFAULT_NEW_TOKENS = 32
 
 
+# What only one of the two kinds of engine understands, by the names of the parameters.
+_OF_MODELS = (
+    "model", "dtype", "max_new_tokens", "ignore_eos", "prompt_file", "chat", "cache", "override", "prove",
+)  # fmt: skip
+_OF_THE_HOST = ("geometry", "ring", "append", "recapture", "codec", "force")
+
+
 @click.command(
     "install",
     short_help="Put a pack into a model's cache and go on.",
@@ -45,12 +59,20 @@ Examples:
   kvpack install session.kvpack --model ./model --trust me.key.pub --dry-run
   kvpack install session.kvpack --model ./model --trust me.key.pub \\
       --prompt-file longer.txt --max-new-tokens 100 --prove
+  kvpack install delta.kvpack --model ./model --trust me.key.pub --parents ./packs
+
+\b
+Without a model, in a plain cache in main memory:
+  kvpack install synth.kvpack --engine host --allow-unsigned
+  kvpack install synth.kvpack --engine host --allow-unsigned \\
+      --geometry G.json --capacity 4096 --at 1000 --append 50 --recapture more.kvpack
 """,
 )
 @click.argument("pack", type=FILE)
-@model_options
+@model_options(others=(HOST,))
 @trust_option
 @allow_unsigned_option
+@parents_option
 @click.option(
     "--max-new-tokens",
     type=click.IntRange(min=0),
@@ -68,7 +90,12 @@ Examples:
 )
 @click.option("--chat", is_flag=True, help="The prompt is one user message for the model's chat template.")
 @click.option("--cache", type=click.Choice(["dynamic", "static"]), help="Default: as it was captured.")
-@click.option("--capacity", type=click.IntRange(min=1), metavar="N", help="Tokens that a static cache has room for.")
+@click.option(
+    "--capacity",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Tokens that a static cache has room for; host: rows of growing planes, or of the rings where none grows.",
+)
 @click.option(
     "--at", type=click.IntRange(min=1), metavar="P", help="Reuse at most P tokens; with no prompt, end there."
 )
@@ -80,16 +107,32 @@ Examples:
 )
 @click.option("--dry-run", is_flag=True, help="Only say whether it would fit, and if not, every reason.")
 @click.option("--prove", is_flag=True, help="Replay the pack's probe and compare every step's logits.")
+@click.option(
+    "--geometry",
+    type=FILE,
+    metavar="G.json",
+    help="host: what the cache looks like (see synth --help). Default: the pack's own.",
+)
+@click.option("--ring", type=click.IntRange(min=1), metavar="N", help="host: rows of rotating rings. Default: window.")
+@click.option(
+    "--append", type=click.IntRange(min=1), metavar="N", help="host: go on for N tokens, of a pack that synth made."
+)
+@click.option("--recapture", type=FILE, metavar="OUT", help="host: capture the cache again, to a new pack.")
+@codec_option
+@force_option
 @json_option
 @click.pass_obj
+@click.pass_context
 def command(
+    ctx: click.Context,
     output: Output,
     pack: Path,
     engine: str,
-    model: Path,
+    model: Path | None,
     dtype: str | None,
     trust: Path | None,
     allow_unsigned: bool,
+    parents: Path | None,
     max_new_tokens: int,
     ignore_eos: bool,
     prompt_file: Path | None,
@@ -100,27 +143,53 @@ def command(
     override: tuple[str, ...],
     dry_run: bool,
     prove: bool,
+    geometry: Path | None,
+    ring: int | None,
+    append: int | None,
+    recapture: Path | None,
+    codec: str,
+    force: bool,
 ) -> None:
     """Put the session of PACK into a fresh cache of a model, and decode from there.
 
     The pack is held to the model before anything moves. What fits is restored bit for bit (claim BITWISE); if something
     that can change the last bits differs, such as the number of threads, the claim is COMPATIBLE and names it.
+
+    With --engine host there is no model: the state goes into a plain cache in main memory, under the identity that
+    the pack names, and the command reports where every layer's rows lie and a digest of every plane's bytes.
     """
     policy = policy_of(trust)
+    watch = Stopwatch()
+
+    def opened() -> kvpack.Pack:
+        with watch.stage("open", f"opening {pack.name}"):
+            return kvpack.open_pack(pack, trust=policy, allow_unsigned=allow_unsigned, parents=parents)
+
+    if engine == HOST:
+        refuse_given(ctx, _OF_MODELS, "needs a model, and the host engine has none")
+        described = read_geometry(geometry) if geometry is not None else None
+        if recapture is not None:
+            require_output(recapture, force=force)
+        with opened() as source:
+            host = HostInstall(
+                output, watch, source, described or source.manifest.geometry, capacity, ring, at, append or 0
+            )
+            host.run(dry_run=dry_run, recapture=recapture, codec=codec, force=force)
+        return
+    refuse_given(ctx, _OF_THE_HOST, "belongs to --engine host")
+    if model is None:
+        raise click.MissingParameter(ctx=ctx, param_hint="'--model'", param_type="option")
     if chat and prompt_file is None:
         raise UsageError("usage", "--chat needs --prompt-file", field="chat")
-    watch = Stopwatch()
-    with watch.stage("open", f"opening {pack.name}"):
-        opened = kvpack.open_pack(pack, trust=policy, allow_unsigned=allow_unsigned)
-    with opened:
-        if prove and opened.manifest.probe is None:
+    with opened() as source:
+        if prove and source.manifest.probe is None:
             raise UsageError(
                 "no-probe", "the pack carries no probe to replay", field="probe", hint="capture it with --continue N"
             )
-        _require_fields(opened, override)
+        _require_fields(source, override)
         require_model(model)
         prompt = read_prompt(prompt_file, chat=chat) if prompt_file is not None else None
-        session = _Session(output, watch, opened, engine_module(engine), frozenset(override))
+        session = _Session(output, watch, source, engine_module(engine), frozenset(override))
         session.choose_cache(cache, capacity)
         session.load(model, dtype)
         session.plan(prompt, at, max_new_tokens)

@@ -19,13 +19,16 @@ from kvpack_cli.output import bytes_text, count_text, printable, ratio_text
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["layer_table", "plane_table", "shape_text", "strip", "tile_table"]
+__all__ = ["kind_text", "layer_table", "new_table", "plane_table", "shape_text", "strip", "tile_table"]
 
 GLYPHS: Mapping[str, str] = {
     "full": "F",
     "sliding": "S",
     "latent": "L",
     "recurrent": "R",
+    "hybrid": "H",
+    "compressed": "C",
+    "none": "-",
     "shared": "=",
     "cross": "X",
 }
@@ -157,7 +160,8 @@ def _groups(inspection: Inspection) -> list[_Group]:
     return list(groups.values())
 
 
-def _table(*columns: str, right: tuple[str, ...] = ()) -> Table:
+def new_table(*columns: str, right: tuple[str, ...] = ()) -> Table:
+    """A table without lines; the ``right`` columns hold numbers."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
@@ -170,7 +174,7 @@ def layer_table(inspection: Inspection) -> Table:
     """One line for each kind of layer and shape of plane, and the session's own planes below."""
     manifest, stored = inspection.manifest, inspection.stored_bytes
     position = manifest.position
-    table = _table("layers", "kind", "planes", "holds", "rows", "raw", "stored", "ratio", right=_NUMBERS)
+    table = new_table("layers", "kind", "planes", "holds", "rows", "raw", "stored", "ratio", right=_NUMBERS)
 
     def add(layers: str, kind: str, part: _Part) -> None:
         spec = part.plane.spec
@@ -204,7 +208,7 @@ def plane_table(inspection: Inspection) -> Table:
     tiles: dict[int, int] = {}
     for record in inspection.records:
         tiles[record.tile.plane] = tiles.get(record.tile.plane, 0) + 1
-    table = _table("plane", "row", "unit", "rows", "raw", "stored", "tiles", right=("raw", "stored", "tiles"))
+    table = new_table("plane", "row", "unit", "rows", "raw", "stored", "tiles", right=("raw", "stored", "tiles"))
     for number, plane in enumerate(inspection.manifest.planes):
         spec = plane.spec
         table.add_row(
@@ -221,7 +225,7 @@ def plane_table(inspection: Inspection) -> Table:
 
 def tile_table(inspection: Inspection) -> Table:
     """Every tile, one a line, in payload order."""
-    table = _table("offset", "plane", "rows", "codec", "raw", "stored", "hash", right=("offset", "raw", "stored"))
+    table = new_table("offset", "plane", "rows", "codec", "raw", "stored", "hash", right=("offset", "raw", "stored"))
     for record in inspection.records:
         plane = inspection.manifest.planes[record.tile.plane]
         ordinal = f" state {record.tile.ordinal}" if plane.spec.unit is Unit.STATE else ""

@@ -21,7 +21,7 @@ from kvpack_cli.output import Output
 
 __all__ = ["COMMANDS", "cli", "main"]
 
-COMMANDS = ("demo", "keygen", "capture", "inspect", "verify", "install")
+COMMANDS = ("demo", "keygen", "capture", "inspect", "verify", "diff", "install", "synth")
 
 INTERRUPTED = 128 + signal.SIGINT
 TERMINATED = 128 + signal.SIGTERM

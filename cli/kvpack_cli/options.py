@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,17 +19,36 @@ __all__ = [
     "allow_unsigned_option",
     "cache_options",
     "capacity_for",
+    "codec_option",
+    "force_option",
     "json_option",
     "model_options",
+    "parents_option",
     "policy_of",
+    "positions_option",
+    "refuse_given",
+    "require_ascending",
     "require_model",
     "require_output",
+    "sign_option",
     "trust_option",
 ]
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 FILE = click.Path(path_type=Path)
+
+
+def _positions(ctx: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
+    words = [word.strip() for word in value.split(",")] if value is not None else []
+    if not all(word.isascii() and word.isdigit() and len(word) < 11 for word in words):
+        raise click.BadParameter(f"{value!r} is not a list of positions, such as 100,200", ctx, parameter)
+    return tuple(map(int, words))
+
+
+def positions_option(name: str, **settings: Any) -> Callable[[_Command], _Command]:
+    """An option that takes positions in tokens, separated by commas; without it there are none."""
+    return click.option(name, callback=_positions, **settings)
 
 
 def _set_json(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
@@ -60,20 +79,86 @@ def allow_unsigned_option(command: _Command) -> _Command:
     )
 
 
+def codec_option(command: _Command) -> _Command:
+    """``--codec``: how tiles are compressed."""
+    return click.option("--codec", type=click.Choice(["raw", "zstd", "split"]), default="split", show_default=True)(
+        command
+    )
+
+
+def sign_option(command: _Command) -> _Command:
+    """``--sign``: who vouches for the pack that is written."""
+    return click.option(
+        "--sign", type=FILE, multiple=True, metavar="KEY", help="Sign with this private key; may be repeated."
+    )(command)
+
+
+def force_option(command: _Command) -> _Command:
+    """``--force``: an output may exist."""
+    return click.option("--force", is_flag=True, help="Replace an existing file.")(command)
+
+
+def parents_option(command: _Command) -> _Command:
+    """``--parents``: where the packs lie that a delta continues."""
+    return click.option(
+        "--parents", type=FILE, metavar="DIR", help="The folder of the packs that a delta continues, for a delta."
+    )(command)
+
+
+def require_ascending(positions: Sequence[int], begin: int, end: int, option: str) -> tuple[int, ...]:
+    """Positions of cuts behind ``begin`` up to ``end``, with ``end`` itself as the last; UsageError ``bad-cuts``."""
+    before = begin
+    for position in positions:
+        if not before < position <= end:
+            raise UsageError(
+                "bad-cuts",
+                f"--{option}: cuts ascend from {begin + 1} to {end}, and {position} does not fit",
+                field=option,
+                expected=f"{before + 1} to {end}",
+                found=position,
+            )
+        before = position
+    return tuple(positions) if positions and positions[-1] == end else (*positions, end)
+
+
 def policy_of(trust: Path | None) -> TrustPolicy:
     """The policy that ``--trust`` names; without it nobody is trusted."""
     return TrustPolicy() if trust is None else load_trust(trust)
 
 
-def model_options(command: _Command) -> _Command:
-    """``--engine``, ``--model`` and ``--dtype``."""
-    for option in (
-        click.option("--dtype", type=click.Choice(["f32", "bf16", "f16"]), help="Default: the model's own."),
-        click.option("--model", type=FILE, required=True, metavar="DIR|FILE.gguf", help="A model on this machine."),
-        click.option("--engine", type=click.Choice(list(ENGINES)), default="transformers", show_default=True),
-    ):
-        command = option(command)
-    return command
+def model_options(*, others: Sequence[str] = ()) -> Callable[[_Command], _Command]:
+    """``--engine``, ``--model`` and ``--dtype``; ``others`` are engines that need no model."""
+
+    def decorated(command: _Command) -> _Command:
+        for option in (
+            click.option("--dtype", type=click.Choice(["f32", "bf16", "f16"]), help="Default: the model's own."),
+            click.option(
+                "--model",
+                type=FILE,
+                required=not others,
+                metavar="DIR|FILE.gguf",
+                help="A model on this machine." + (f" Not with --engine {others[0]}." if others else ""),
+            ),
+            click.option(
+                "--engine",
+                type=click.Choice([*ENGINES, *others]),
+                default="transformers",
+                show_default=True,
+                help=f"{others[0]}: a plain cache in main memory, without a model." if others else None,
+            ),
+        ):
+            command = option(command)
+        return command
+
+    return decorated
+
+
+def refuse_given(ctx: click.Context, names: Iterable[str], reason: str) -> None:
+    """Refuse options that were given and mean nothing here; ``names`` are those of the command's parameters."""
+    for name in names:
+        if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError("usage", f"{option} {reason}", field=option.lstrip("-"), hint=f"leave out {option}")
 
 
 def cache_options(command: _Command) -> _Command:

@@ -84,7 +84,7 @@ def choose(
 
 def _deepest(pack: Pack, session: Sequence[int], common: int, limit: int | None, needs_logits: bool) -> Choice | None:
     deepest = common if limit is None else min(common, limit)
-    cuts = [pack.cut(record.position) for record in pack.manifest.cuts]
+    cuts = [pack.cut(position) for position in pack.chain.positions]
     if deepest == len(session):
         for cut in cuts:
             if cut.record.position == deepest and (not needs_logits or "logits" in cut.record.extras):

@@ -179,9 +179,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class Stage:
-    """One plane of a staged chunk: ``ring`` are the live rows, ``chunk`` the rows that come behind them, ``shadow`` the
-    linear rows that both go to. ``format`` is ``raw`` for a chunk in the ring's own bytes, ``f16`` or ``bf16`` for one of
-    f32 numbers that become the ring's."""
+    """One plane of a staged chunk: ``ring`` are the live rows, ``chunk`` those that come behind them, ``shadow`` the
+    linear rows that both go to.
+
+    ``format`` is ``raw`` for a chunk in the ring's own bytes, ``f16`` or ``bf16`` for one of f32 numbers that become
+    the ring's.
+    """
 
     ring: Rows
     chunk: Rows
@@ -319,8 +322,10 @@ def rope_table(ropes: Sequence[Rope]) -> Table:
 
 
 def hash_table(messages: Sequence[tuple[int, int]], threads: int = THREADS) -> Table:
-    """The table of ``kvpack_hash_tiles`` and ``kvpack_hash_roots`` for (address, length) of each message, and the tiles:
-    blocks of the first launch, and nodes of 32 bytes. ``threads`` is the block of the first launch, a power of two."""
+    """The table of ``kvpack_hash_tiles`` and ``kvpack_hash_roots`` for each message's (address, length), and the tiles.
+
+    They are the blocks of the first launch, and the nodes of 32 bytes that it writes. ``threads`` is its block, a power
+    of two up to THREADS."""
     jobs: list[tuple[Any, ...]] = []
     tiles = 0
     for address, length in messages:

@@ -9,21 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
+from kvpack.device.named import device_named
 from kvpack.device.protocol import Buffer, Device
 from kvpack.errors import InstallError, UsageError
 from kvpack.live.layers import LayerAppend, LayerState, LiveLayer, LivePlane
-from kvpack.live.placement import refused
+from kvpack.live.placement import refused, require_position
 from kvpack.live.sizing import CacheSize, cache_size, default_layouts
 from kvpack.model.encoding import Encoding
 from kvpack.model.geometry import Geometry, PlaneKey, Scope, Unit
 from kvpack.model.layout import ProducerLayout
 from kvpack.model.planes import PlaneSpec, session_spec
 
-__all__ = ["Extra", "Generation", "LiveCache", "Rows"]
+__all__ = ["Extra", "Generation", "Line", "LiveCache", "Rows"]
 
 Rows = Mapping[PlaneKey, "memoryview | bytes"]
 """New rows of an append, plane by plane, canonical order; whole states for planes of unit ``state``."""
+
+DeviceChoice: TypeAlias = Device | Callable[[int], Device] | str | None
+"""What :meth:`LiveCache.allocate` takes for a device."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,14 @@ class Generation:
         return layers[key.layer]
 
 
+@dataclass
+class Line:
+    """A stretch of a session's life that only appends and rewinds made: how far back its rewinds went, in tokens."""
+
+    lowest: int = 0
+    lowest_draft: int = 0
+
+
 class LiveCache:
     """The cache of one session: batch 1, no padding, every layer at the same position.
 
@@ -97,6 +110,7 @@ class LiveCache:
         self._taint: str | None = None
         self._quiesced = 0
         self._replay = 0
+        self.line = Line()
         self.generation = self.new_generation()
         self.counters: Buffer = devices(0).allocate(8 * max(1, len(geometry.layers) + len(geometry.draft_layers)))
 
@@ -106,15 +120,15 @@ class LiveCache:
         geometry: Geometry,
         *,
         max_context: int,
-        device: Device | Callable[[int], Device] | None = None,
+        device: DeviceChoice = None,
         layouts: ProducerLayout | None = None,
         index_rows: int | None = None,
     ) -> LiveCache:
         """An empty cache of ``geometry`` for ``max_context`` tokens.
 
-        ``device`` is one device, or a function from layer number to the device that owns it (pipeline placement; the
-        host by default). ``layouts`` chooses law, capacity and order a layer
-        (:func:`kvpack.live.sizing.default_layouts`). ``index_rows`` sizes an indexer's tail ring (None: the usual
+        ``device`` is one device or its name (``host``, ``cuda``, ``cuda:1``), or a function from layer number to the
+        device that owns it (pipeline placement; the host by default). ``layouts`` chooses law, capacity and order a
+        layer (:func:`kvpack.live.sizing.default_layouts`). ``index_rows`` sizes an indexer's tail ring (None: the usual
         working set, 0: flat).
 
         Raises CompatibilityError for a layout that a kind cannot have, for unknown kinds and encodings; ResourceError
@@ -218,7 +232,7 @@ class LiveCache:
         fresh.extras.clear()
         fresh.rope_delta = fresh.position = fresh.draft_position = 0
         self._taint = None
-        self._replay = 0
+        self.begin_line()
         self.write_counters()
 
     # --- appending -------------------------------------------------------------------------------------------------
@@ -246,14 +260,16 @@ class LiveCache:
         try:
             for layer, plan in plans:
                 layer.execute(plan, given)
+            for layer, _ in plans:
+                layer.synchronise()
         except BaseException:
             self.taint("an append")
             raise
         for layer, plan in plans:
             layer.state = plan.after
         if scope is Scope.LAYER:
+            _extend(now.tokens, now.position, tokens)
             now.position += count
-            now.tokens.extend(tokens)
             self._replay = max(0, self._replay - count)
         else:
             now.draft_position += count
@@ -279,11 +295,20 @@ class LiveCache:
         if begin != position:
             raise refused("discontinuity", "an append must start at the next position", None, position, begin)
         given = {key: memoryview(content).cast("B") for key, content in rows.items()}
-        self._require_rows(scope, plans, given, count)
-        if scope is Scope.LAYER and tokens and len(now.tokens) + len(tokens) < position + count:
+        if count < 1:
+            raise refused("zero-rows", "an append brings at least one row", None, "1 or more", count)
+        if position + count > self.max_context:
             raise refused(
-                "tokens-behind", "the token list ends before the rows", None, position + count, len(now.tokens)
+                "capacity-too-small",
+                "the context does not hold the rows",
+                None,
+                f"{position + count}",
+                self.max_context,
             )
+        self._require_rows(scope, plans, given, count)
+        reach = max(len(now.tokens), position + len(tokens)) if len(now.tokens) >= position else len(now.tokens)
+        if scope is Scope.LAYER and tokens and reach < position + count:
+            raise refused("tokens-behind", "the token list ends before the rows", None, position + count, reach)
         return plans, given
 
     def _require_rows(
@@ -362,21 +387,28 @@ class LiveCache:
 
     # --- shortening ------------------------------------------------------------------------------------------------
 
-    def rewind(self, position: int) -> None:
+    def rewind(self, position: int, *, scope: Scope = Scope.LAYER) -> None:
         """Go back to ``position``: no bytes move, later rows are forgotten, logits and taps are dropped.
 
-        Refused, with nothing changed, where a layer has lost rows that ``position`` needs (``beyond-headroom``), where
-        a recurrent state stands elsewhere (``state-has-no-past``), and forward (``forward-rewind``).
+        Target and draft layers have positions of their own; ``scope`` says whose is meant. Refused, with nothing
+        changed, where a layer has lost rows that ``position`` needs (``beyond-headroom``), where a recurrent state
+        stands elsewhere (``state-has-no-past``), and forward (``forward-rewind``).
         """
         self.require_usable("a rewind")
         now = self.generation
         states: list[tuple[LiveLayer, LayerState]] = []
-        for layer in now.layers:
+        for layer in now.layers if scope is Scope.LAYER else now.draft_layers:
             states.append((layer, rewound(layer, position)))
+        require_position(position, None)
         for layer, state in states:
             layer.state = state
-        now.position = position
-        del now.tokens[position:]
+        if scope is Scope.LAYER:
+            now.position = position
+            self.line.lowest = min(self.line.lowest, position)
+            del now.tokens[position:]
+        else:
+            now.draft_position = position
+            self.line.lowest_draft = min(self.line.lowest_draft, position)
         now.extras.clear()
         self.write_counters()
 
@@ -386,17 +418,30 @@ class LiveCache:
         """Publish a staged generation by exchanging pointers, which cannot fail halfway; returns the old one."""
         self.require_usable("a swap")
         old, self.generation = self.generation, generation
-        self._replay = 0  # the published generation is whole
+        self.begin_line()
         self.write_counters()
         return old
 
     def write_counters(self) -> None:
-        """Publish every layer's position and next physical row to the device, after everything else."""
+        """Publish every layer's position and next physical row to the device, after everything else is done there."""
         words = bytearray()
         for layer in self.generation.every_layer():
             words += layer.position.to_bytes(4, "little") + next_row(layer).to_bytes(4, "little")
-        if words:
-            self._devices(0).write(self.counters, 0, memoryview(bytes(words)))
+        first = self._devices(0)
+        try:
+            for layer in self.generation.every_layer():
+                layer.synchronise()
+            if words:
+                first.write(self.counters, 0, memoryview(bytes(words)))
+                first.synchronise()
+        except BaseException:
+            self.taint("a publication of counters")
+            raise
+
+    def begin_line(self) -> None:
+        """What the cache holds from now on is whole, and no continuation of what it held before."""
+        self._replay = 0
+        self.line = Line(self.position, self.draft_position)
 
     def owe_replay(self, tokens: int) -> None:
         """After a rolled-back block: so many accepted tokens must be appended again before a capture is allowed."""
@@ -419,17 +464,21 @@ class LiveCache:
         self._quiesced -= 1
 
 
-def device_choice(device: Device | Callable[[int], Device] | None) -> Callable[[int], Device]:
-    """One device, or a function from a number (of a layer, of a rank) to its device; the host by default."""
-    if device is None:
-        from kvpack.device.host import HostDevice
-
-        host = HostDevice()
-        return lambda _: host
+def device_choice(device: DeviceChoice) -> Callable[[int], Device]:
+    """One device, its name, or a function from a number (of a layer, of a rank) to its device; the host by default."""
+    if device is None or isinstance(device, str):
+        device = device_named("host" if device is None else device)
     if callable(device):
         return device
     chosen: Device = device
     return lambda _: chosen
+
+
+def _extend(known: list[int], position: int, tokens: Sequence[int]) -> None:
+    """Note the tokens fed at ``position``; a known continuation is kept only as far as they agree with it."""
+    if known[position : position + len(tokens)] != list(tokens[: max(0, len(known) - position)]):
+        del known[position:]
+    known[position : position + len(tokens)] = tokens
 
 
 def next_row(layer: LiveLayer) -> int:

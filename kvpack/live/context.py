@@ -9,13 +9,13 @@ that was made for an older one is refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, Protocol
 
 from kvpack.errors import CompatibilityError, InstallError, UsageError
 from kvpack.live.cache import Generation, LiveCache
-from kvpack.live.layers import LiveLayer
+from kvpack.live.layers import LayerState, LiveLayer
 from kvpack.live.placement import refused
 from kvpack.live.transfer import require_consistent
 from kvpack.model.geometry import Unit
@@ -28,6 +28,7 @@ __all__ = [
     "ShiftPlan",
     "plan_chat_shift",
     "plan_raw_shift",
+    "rebuild",
     "relocate_rows",
     "require_epoch",
     "require_lineage",
@@ -63,7 +64,7 @@ class ShiftPlan:
     token_count: int
     budget: int
     kept: RowSet
-    kept_messages: RowSet = RowSet()
+    kept_messages: RowSet = field(default_factory=RowSet)
 
     @property
     def shifts(self) -> bool:
@@ -229,8 +230,9 @@ def require_epoch(generation: Generation, epoch: int) -> None:
 def require_lineage(retained: Sequence[Message], request: Sequence[Message]) -> int:
     """Hold a request to the conversation that the cache was rebuilt from: where its new messages begin.
 
-    ``retained`` are the messages that the last shift kept. ``request`` must open with the same system prologue, and the
-    retained turns must be in it, whole, in order and without anything between them, beginning at a turn and exactly once.
+    ``retained`` are the messages that the last shift kept. ``request`` must open with the same system prologue, and
+    the retained turns must be in it, whole, in order and without anything between them, beginning at a turn and
+    exactly once.
 
     Raises CompatibilityError ``lineage-differs``, and ``lineage-ambiguous`` where the run occurs more than once.
     """
@@ -257,15 +259,15 @@ def require_lineage(retained: Sequence[Message], request: Sequence[Message]) -> 
 # --- the shift itself ----------------------------------------------------------------------------------------------
 
 
-def shift(cache: LiveCache, tokens: Sequence[int], prefill: Callable[[LiveCache, Sequence[int]], None]) -> Generation:
-    """Rebuild the session from ``tokens`` and publish it; returns the generation that was live before.
+def rebuild(cache: LiveCache, tokens: Sequence[int], prefill: Callable[[LiveCache, Sequence[int]], None]) -> Generation:
+    """A generation of ``tokens`` at the next context epoch, checked and not yet published: ``swap`` publishes it.
 
     ``prefill`` appends the tokens to the empty cache that it is given, draft layers as well where the live session has
-    drafted. Target and draft are published together, at the next context epoch. Whatever fails, in ``prefill`` or in
-    the checks of what it left, the live session is untouched.
+    drafted: target and draft are one generation. Whatever fails, in ``prefill`` or in the checks of what it left, the
+    live session is untouched.
 
     Raises InstallError ``tainted``, ``quiesced``, ``prefill-incomplete`` (positions or tokens are not those asked for),
-    ``layers-disagree``, ``keys-behind``, ``replay-pending``; UsageError ``empty-request``.
+    ``layers-disagree``, ``keys-behind``, ``replay-pending``, ``generation-replaced``; UsageError ``empty-request``.
     """
     cache.require_usable("a shift")
     if not tokens:
@@ -274,8 +276,10 @@ def shift(cache: LiveCache, tokens: Sequence[int], prefill: Callable[[LiveCache,
     staging = cache.beside()
     prefill(staging, tokens)
     staging.hold()
-    staging.release()
-    require_consistent(staging)
+    try:
+        require_consistent(staging)
+    finally:
+        staging.release()
     fresh = staging.generation
     drafted = len(tokens) if live.draft_position else 0
     for what, wanted, found in (
@@ -284,12 +288,20 @@ def shift(cache: LiveCache, tokens: Sequence[int], prefill: Callable[[LiveCache,
     ):
         if found != wanted:
             raise refused("prefill-incomplete", f"the {what} was not prefilled as asked", None, wanted, found)
-    if (live.tokens or fresh.tokens) and list(fresh.tokens) != list(tokens):
+    if (live.tokens or fresh.tokens) and fresh.tokens != list(tokens):
         raise refused("prefill-incomplete", "the rebuilt session has other tokens", None, len(tokens), "other ones")
     if cache.generation is not live:
         raise InstallError("generation-replaced", "another generation was published during the prefill")
     fresh.context_epoch = live.context_epoch + 1
-    return cache.swap(fresh)
+    return fresh
+
+
+def shift(cache: LiveCache, tokens: Sequence[int], prefill: Callable[[LiveCache, Sequence[int]], None]) -> Generation:
+    """:func:`rebuild` the session from ``tokens`` and publish it; returns the generation that was live before.
+
+    A cache over ranks is shifted by ``ranked.swap(rebuild(ranked.cache, tokens, prefill))``.
+    """
+    return cache.swap(rebuild(cache, tokens, prefill))
 
 
 def relocate_rows(source: LiveLayer, target: LiveLayer, kept: RowSet) -> None:
@@ -312,10 +324,12 @@ def relocate_rows(source: LiveLayer, target: LiveLayer, kept: RowSet) -> None:
             found=f"{geometry.kind}, rope {geometry.rope}",
         )
     if target.geometry != geometry:
-        raise refused("layout-differs", "the other layer is of another geometry", source.number, "an equal one", "another")
+        raise refused(
+            "layout-differs", "the other layer is of another geometry", source.number, "an equal one", "other"
+        )
     placement = target.state.placement
-    assert placement is not None
-    state = target.fresh_restored(kept.count)
+    assert placement is not None  # a full layer has rows
+    state = LayerState(placement.restored(kept.count, layer=target.number), None, kept.count)
     moved = {
         role: b"".join(source.read_rows(plane, first, end) for first, end in kept)
         for role, plane in source.planes.items()

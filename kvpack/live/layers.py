@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from kvpack.device.protocol import Buffer, Device, Move, RowStrides
 from kvpack.errors import CompatibilityError, InstallError
@@ -127,6 +128,9 @@ class LiveLayer:
     state: LayerState
     planes: dict[str, LivePlane] = field(default_factory=dict)
 
+    on_one_device: ClassVar[bool] = True
+    """Whether the planes are memory of :attr:`device`, so that one gather may take rows of many layers."""
+
     @classmethod
     def allocate(
         cls,
@@ -223,6 +227,18 @@ class LiveLayer:
             for span in self.spans(plane, first, end, state)
         ]
 
+    def moves_of_all(self, plane: LivePlane, rows: RowSet, packed_offset: int) -> list[Move]:
+        """The moves of ``rows`` one behind the other; for states of bytes."""
+        found: list[Move] = []
+        for first, end in rows:
+            if plane.spec.unit is Unit.STATE:
+                strides = RowStrides(1, end - first, end - first, 0, first)
+                found.append(Move(plane.buffer, strides, ((0, 1),), packed_offset))
+            else:
+                found += self.moves(plane, first, end, packed_offset)
+            packed_offset += (end - first) * plane.spec.axis_bytes
+        return found
+
     def read_rows(self, plane: LivePlane, first: int, end: int) -> memoryview:
         """Rows ``[first, end)`` in canonical order, copied; for states bytes ``[first, end)``."""
         packed = memoryview(bytearray((end - first) * plane.spec.axis_bytes))
@@ -262,6 +278,10 @@ class LiveLayer:
         """What the placement does with ``count`` rows from ``start`` on; None where no plane has a token axis."""
         placement = self.state.placement
         return placement.append(start, count, layer=self.number) if placement is not None else None
+
+    def synchronise(self) -> None:
+        """Wait until every byte is where it was sent."""
+        self.device.synchronise()
 
     def clear(self) -> None:
         """Zero every byte of every plane; the addresses stay."""

@@ -43,6 +43,8 @@ class RankedLayer(LiveLayer):
     shares: Mapping[str, PlaneShare] = field(default_factory=dict)
     base_length: int | None = None
 
+    on_one_device = False
+
     @classmethod
     def over_ranks(
         cls,
@@ -175,6 +177,11 @@ class RankedLayer(LiveLayer):
                 for move in rows.moves:
                     member.shift(plane, move.source, move.destination, move.count)
         self.state = replace(self.state, placement=replace(placement, base=rows.after.base))
+
+    def synchronise(self) -> None:
+        """Wait on every rank until every byte is where it was sent."""
+        for member in self.members:
+            member.synchronise()
 
     def clear(self) -> None:
         """Zero every byte on every rank; the addresses stay."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from kvpack.device.protocol import Buffer, Move
 from kvpack.errors import InstallError
-from kvpack.live.cache import Extra, Generation, LiveCache, rewound
+from kvpack.live.cache import Extra, Generation, Line, LiveCache, rewound
 from kvpack.live.layers import LayerState, LiveLayer, LivePlane
 from kvpack.live.placement import Placement, Span, overwritten, refused
 from kvpack.live.rings import Chronological
@@ -47,7 +47,7 @@ class _KeptRows:
 
 @dataclass
 class _Checkpoint:
-    generation: Generation
+    line: Line
     tokens: int
     states: list[LayerState]
     rows: list[_KeptRows]
@@ -69,8 +69,8 @@ class Speculation:
 
     @property
     def active(self) -> bool:
-        """Whether a block is open."""
-        return self._active is not None
+        """Whether a block is open. One that can never be rolled back, since the cache went elsewhere, is not."""
+        return self._active is not None and self._way_back_lost(self._active) is None
 
     def checkpoint(self, tokens: int = MAX_BLOCK) -> None:
         """Open a block of at most ``tokens`` tokens; at most :data:`MAX_BLOCK`, one block at a time.
@@ -79,7 +79,7 @@ class Speculation:
         ``chronological-has-no-past`` for a full plane that shifts its rows (transformers' layers).
         """
         self.cache.require_usable("a checkpoint")
-        if self._active is not None:
+        if self.active:
             raise InstallError("checkpoint-open", "a block is open already: commit it or roll it back first")
         if not 1 <= tokens <= MAX_BLOCK:
             raise refused("block-too-long", "a block of draft tokens", None, f"1 to {MAX_BLOCK}", tokens)
@@ -90,8 +90,9 @@ class Speculation:
             if copy is None:
                 copy = self._state_copies[plane.spec.key] = layer.device.allocate(plane.spec.row_bytes)
             layer.device.copy(plane.buffer, 0, copy, 0, plane.spec.row_bytes)
+        self.cache.line = Line(now.position, now.draft_position)
         self._active = _Checkpoint(
-            generation=now,
+            line=self.cache.line,
             tokens=tokens,
             states=[layer.state for layer in now.every_layer()],
             rows=rows,
@@ -149,13 +150,12 @@ class Speculation:
         """Return every plane, counter, token and extra to the checkpoint.
 
         Raises InstallError ``lapped`` where more tokens were appended than the block announced (rows that nobody kept
-        are gone), ``generation-replaced`` where another generation was published meanwhile; nothing has changed then.
+        are gone), ``generation-replaced`` where the cache was reset, installed into or replaced meanwhile, and
+        ``rewound`` where it went back below the checkpoint, even if it has grown again; nothing has changed then.
         """
         self.cache.require_usable("a rollback")
         saved = self._require_open("a rollback")
         now = self.cache.generation
-        if now is not saved.generation:
-            raise InstallError("generation-replaced", "another generation was published since the checkpoint")
         self._require_reach(saved, now)
         try:
             for kept in saved.rows:
@@ -174,15 +174,32 @@ class Speculation:
         self.cache.owe_replay(0)
         self.cache.write_counters()
 
+    def _way_back_lost(self, saved: _Checkpoint) -> InstallError | None:
+        """Why the rows below the checkpoint are no longer those that it counts on."""
+        line = self.cache.line
+        if line is not saved.line:
+            return InstallError("generation-replaced", "the cache holds another session's state since the checkpoint")
+        for what, lowest, position in (
+            ("target", line.lowest, saved.position),
+            ("draft", line.lowest_draft, saved.draft_position),
+        ):
+            if lowest < position:
+                return refused("rewound", f"the {what} was rewound below the checkpoint", None, position, lowest)
+        return None
+
+    def _require_way_back(self, saved: _Checkpoint) -> None:
+        lost = self._way_back_lost(saved)
+        if lost is not None:
+            raise lost
+
     def _require_reach(self, saved: _Checkpoint, now: Generation) -> None:
+        self._require_way_back(saved)
         for what, grown in (
             ("target", now.position - saved.position),
             ("draft", now.draft_position - saved.draft_position),
         ):
             if grown > saved.tokens:
                 raise refused("lapped", f"the {what} grew beyond the block", None, f"at most {saved.tokens}", grown)
-            if grown < 0:
-                raise refused("rewound", f"the {what} was rewound below the checkpoint", None, "0 or more", grown)
 
     def commit(self, accepted: int) -> int:
         """Keep the first ``accepted`` tokens of the block and close it; returns how many tokens the caller must replay.
@@ -194,6 +211,7 @@ class Speculation:
         """
         self.cache.require_usable("a commit")
         saved = self._require_open("a commit")
+        self._require_way_back(saved)
         now = self.cache.generation
         grown = now.position - saved.position
         if not 0 <= accepted <= grown:
@@ -249,7 +267,7 @@ class Speculation:
 
 
 class _AcceptedRowsGoneError(Exception):
-    """Rejected tokens went round a ring and overwrote accepted ones: only a replay brings them back."""
+    """Rejected tokens overwrote accepted ones, going round a ring, or moved them: only a replay brings them back."""
 
 
 @dataclass(frozen=True)
@@ -276,15 +294,22 @@ def _partial(layer: LiveLayer, saved: LayerState, begin: int, accepted: int) -> 
             raise
     plan = replace(layer, state=saved).plan_append(begin, accepted)
     fresh = RowSet.of((begin, begin + accepted))
-    kept = [(plan.after.placement.resident, layer.state.placement)] if plan.after.placement is not None else []
+    kept: list[tuple[Placement | None, Placement | None, RowSet]] = []
+    if plan.after.placement is not None:
+        kept.append((plan.after.placement, layer.state.placement, plan.after.placement.resident))
     if plan.after.pool is not None:
-        kept.append((plan.after.pool.need(begin + accepted), layer.state.pool))
-    for wanted, now in kept:
-        if now is not None and not now.resident.contains(wanted.intersection(fresh)):
+        kept.append((plan.after.pool, layer.state.pool, plan.after.pool.need(begin + accepted)))
+    for after, now, wanted in kept:
+        if after is not None and now is not None and not _lies_as(now, after, wanted.intersection(fresh)):
             raise _AcceptedRowsGoneError
     rows = frozenset(row for span in plan.rows.writes for row in _rows(span)) if plan.rows is not None else frozenset()
     steps = (span for step in plan.pool_steps for span in step.append.writes)
     return plan.after, _TakenRows(rows, frozenset(row for span in steps for row in _rows(span)))
+
+
+def _lies_as(now: Placement, after: Placement, rows: RowSet) -> bool:
+    """Whether ``rows`` are still there, and where ``after`` looks for them: a plane that shifts has moved them on."""
+    return now.resident.contains(rows) and all(now.spans(a, b) == after.spans(a, b) for a, b in rows)
 
 
 def _rows(span: Span) -> range:

@@ -9,14 +9,14 @@ fresh cache.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvpack.device.protocol import Buffer, Device
+from kvpack.device.protocol import Buffer
 from kvpack.errors import CompatibilityError, InstallError, UsageError
 from kvpack.live import transfer
-from kvpack.live.cache import Generation, LiveCache, Rows, device_choice
+from kvpack.live.cache import DeviceChoice, Generation, LiveCache, Rows, device_choice
 from kvpack.live.layers import LayerAppend, LayerState
 from kvpack.live.placement import refused
 from kvpack.live.rank_shapes import RankPlan, layer_shares
@@ -89,15 +89,16 @@ class RankedCache:
         plan: RankPlan,
         *,
         max_context: int,
-        device: Device | Callable[[int], Device] | None = None,
+        device: DeviceChoice = None,
         layouts: ProducerLayout | None = None,
         index_rows: int | None = None,
     ) -> RankedCache:
         """An empty cache of ``geometry`` (the whole model's) for ``max_context`` tokens over ``plan.ranks`` ranks.
 
-        ``device`` is one device, or a function from rank to its device (the host by default). Every layer is divided
-        before anything is allocated. Raises CompatibilityError: the refusals of :mod:`kvpack.live.rank_shapes`,
-        ``ranked-draft`` for a geometry with draft layers, and what :meth:`LiveCache.allocate` refuses.
+        ``device`` is one device or its name, or a function from rank to its device (the host by default). Every layer
+        is divided before anything is allocated. Raises CompatibilityError: the refusals of
+        :mod:`kvpack.live.rank_shapes`, ``ranked-draft`` for a geometry with draft layers, and what
+        :meth:`LiveCache.allocate` refuses.
         """
         geometry.require_known()
         if geometry.draft_layers:
@@ -294,7 +295,8 @@ class RankedCache:
             )
 
     def require_settled(self, operation: str) -> None:
-        """No transaction is open and all rows are committed: ``transaction-active``, ``half-committed``."""
+        """No transaction is open and all rows are committed: ``tainted``, ``transaction-active``, ``half-committed``."""
+        self.cache.require_usable(operation, quiet=False)
         if self._active is not None:
             raise InstallError(
                 "transaction-active",

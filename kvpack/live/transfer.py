@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from kvpack.device.protocol import Device, Move
 from kvpack.errors import CompatibilityError, InstallError
 from kvpack.live.cache import Extra, Generation, LiveCache
 from kvpack.live.layers import LayerState, LiveLayer
@@ -127,11 +128,38 @@ class LiveCut:
         layer = now.layer_of(key)
         return layer.read_rows(layer.planes[key.role], first, end)
 
+    def gathered(self) -> dict[PlaneKey, memoryview]:
+        """Every stored row of the layers that lie on one device, by one gather a device."""
+        found: dict[PlaneKey, memoryview] = {}
+        for device, layers in _by_device(self._generation):
+            places: dict[PlaneKey, tuple[int, int]] = {}
+            moves: list[Move] = []
+            end = 0
+            for layer in layers:
+                for plane in layer.planes.values():
+                    key, rows = plane.spec.key, self._stored[plane.spec.key]
+                    moves += layer.moves_of_all(plane, rows, end)
+                    places[key] = end, end + rows.count * plane.spec.axis_bytes
+                    end = places[key][1]
+            packed = memoryview(bytearray(end))
+            device.gather(moves, packed)
+            found |= {key: packed[start:stop] for key, (start, stop) in places.items()}
+        return found
+
     def read_rows(self, wanted: Mapping[PlaneKey, RowSet], sink: RowSink) -> None:
         """Hand the wanted rows to ``sink``."""
         for key, rows in wanted.items():
             for first, end in rows:
                 sink(key, first, end - first, self.rows(key, first, end))
+
+
+def _by_device(now: Generation) -> list[tuple[Device, list[LiveLayer]]]:
+    """Layers of each device; without those that lie on several."""
+    found: dict[int, tuple[Device, list[LiveLayer]]] = {}
+    for layer in now.every_layer():
+        if layer.on_one_device:
+            found.setdefault(id(layer.device), (layer.device, []))[1].append(layer)
+    return list(found.values())
 
 
 def _layout_of(now: Generation) -> tuple[ProducerLayout, tuple[int, ...] | None]:
@@ -190,16 +218,12 @@ def holding(cache: LiveCache, identity: Identity, *, resident: bool = False) -> 
 def capture(cache: LiveCache, identity: Identity, *, resident: bool = False) -> Cut:
     """A deep copy of the cache's state as a cut; it never aliases the live planes. Raises as :func:`holding` does."""
     with holding(cache, identity, resident=resident) as live:
+        gathered = live.gathered()
         planes = {}
         for key, spec in live.specs.items():
             rows = live.stored[key]
-            content = bytearray(rows.count * spec.axis_bytes)
-            at = 0
-            for first, end in rows:
-                piece = live.rows(key, first, end)
-                content[at : at + piece.nbytes] = piece
-                at += piece.nbytes
-            planes[key] = PlaneRows(spec, rows, memoryview(content))
+            content = gathered[key] if key in gathered else memoryview(b"".join(live.rows(key, *r) for r in rows))
+            planes[key] = PlaneRows(spec, rows, content)
         return Cut(live.geometry, identity, live.layout, live.record, planes)
 
 
@@ -333,6 +357,7 @@ def install(
     except BaseException:
         cache.reset()
         raise
+    cache.begin_line()
     cache.write_counters()
     return Installed(report, chosen.dropped)
 
@@ -367,6 +392,8 @@ def publish_in_place(cache: LiveCache, staged: Staged) -> None:
     try:
         for layer, other in zip(live.every_layer(), fresh.every_layer(), strict=True):
             layer.copy_from(other)
+        for layer in live.every_layer():
+            layer.synchronise()
     except BaseException:
         cache.taint("a publication in place")
         raise
@@ -376,7 +403,7 @@ def publish_in_place(cache: LiveCache, staged: Staged) -> None:
     live.extras = dict(fresh.extras)
     live.rope_delta, live.context_epoch = fresh.rope_delta, fresh.context_epoch
     live.position, live.draft_position = fresh.position, fresh.draft_position
-    cache.owe_replay(0)
+    cache.begin_line()
     cache.write_counters()
 
 
@@ -405,7 +432,11 @@ def _write(generation: Generation, cut: CutView, chosen: _Plan) -> None:
         layer, plane = owners[key]
         layer.write_rows(plane, first, rows, states[layer.scope, layer.number])
 
-    cut.read_rows(wanted, sink)
+    try:
+        cut.read_rows(wanted, sink)
+    finally:  # whatever went wrong, no row is still on its way
+        for layer in layers:
+            layer.synchronise()
     for layer in layers:
         layer.state = states[layer.scope, layer.number]
     generation.tokens[:] = memoryview(session.pop(TOKENS, bytearray())).cast("i").tolist()

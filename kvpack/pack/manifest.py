@@ -362,7 +362,6 @@ def _require_rows(manifest: Manifest, limits: Limits) -> None:
             expected=limits.planes_by_cuts,
             found=len(manifest.planes) * len(manifest.cuts),
         )
-    last = manifest.cuts[-1]
     for at, plane in enumerate(manifest.planes):
         spec = plane.spec
         if spec.unit is Unit.STATE:
@@ -374,11 +373,12 @@ def _require_rows(manifest: Manifest, limits: Limits) -> None:
                 )
         elif spec.unit is Unit.FIXED and plane.rows != RowSet.of((0, spec.rows or 0)):
             raise bad_manifest(f"planes[{at}].ranges", "needs every row", expected=spec.rows, found=str(plane.rows))
-        elif plane.rows.end > manifest.semantic(spec.key, last).end:
+        elif plane.rows.end > (end := max(manifest.semantic(spec.key, cut).end for cut in manifest.cuts)):
+            # Not only the last cut: rows that wait for their pool are none where it has just filled up.
             raise bad_manifest(
                 f"planes[{at}].ranges",
                 f"{spec.key} has rows behind the last cut",
-                expected=manifest.semantic(spec.key, last).end,
+                expected=end,
                 found=plane.rows.end,
             )
         elif manifest.parent is None and manifest.sealed is None:

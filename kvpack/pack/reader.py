@@ -146,12 +146,9 @@ class PackReader:
         """(plane number, state ordinal, first, end) to the tile that is exactly this piece."""
         return {(r.tile.plane, r.tile.ordinal, r.tile.first, r.tile.end): r for r in self.records}
 
-    def read_tile(self, record: TileRecord) -> memoryview:
-        """Step 12 for one tile: read, hash, padding, decode, hash again; the verified raw bytes."""
-        if self.preamble.encrypted:
-            raise DecryptError("encrypted", "the pack is encrypted, and this version cannot open its payload")
-        spec = self.manifest.planes[record.tile.plane].spec
-        key = spec.key
+    def read_stored(self, record: TileRecord) -> memoryview:
+        """The stored bytes of one tile, held to their hash and padding; needs no key and decodes nothing."""
+        key = self.manifest.planes[record.tile.plane].spec.key
         block = _read_at(self._descriptor, record.offset, record.padded_end - record.offset)
         stored = memoryview(block)[: record.stored_length]
         where = f"{key} rows [{record.tile.first}, {record.tile.end})"
@@ -169,6 +166,16 @@ class PackReader:
             raise IntegrityError(
                 "tile-padding", f"{where}: the padding is not zero", layer=key.layer_or_none, plane=str(key)
             )
+        return stored
+
+    def read_tile(self, record: TileRecord) -> memoryview:
+        """Step 12 for one tile: read, hash, padding, decode, hash again; the verified raw bytes."""
+        if self.preamble.encrypted:
+            raise DecryptError("encrypted", "the pack is encrypted, and this version cannot open its payload")
+        spec = self.manifest.planes[record.tile.plane].spec
+        key = spec.key
+        stored = self.read_stored(record)
+        where = f"{key} rows [{record.tile.first}, {record.tile.end})"
         shape = () if spec.unit is Unit.STATE else spec.row_shape
         try:
             raw = memoryview(decode(record.codec, stored, record.raw_length, spec.encoding, shape))

@@ -274,6 +274,19 @@ class PackCut:
                 if record.tile.end <= end:
                     yield record.tile.first, record.tile.end, record.raw_hash
 
+    def whole_tiles(self, key: PlaneKey, rows: RowSet) -> Iterator[tuple[tuple[int, int], bytes]]:
+        """The tiles that lie within ``rows``, as ((first, end), BLAKE3 of the raw rows); each row's by the newest pack
+        that stores it. Nothing is read."""
+        spec = self.specs[key]
+        for reader, share in self._shares({key: rows.intersection(self.stored[key])}):
+            manifest = reader.manifest
+            for record in reader.tiles_of.get(manifest.numbers[key], ()):
+                tile = record.tile
+                if spec.unit is Unit.STATE and tile.ordinal != manifest.ordinal(key, self._record):
+                    continue
+                if share[key].contains(RowSet.of((tile.first, tile.end))):
+                    yield (tile.first, tile.end), record.raw_hash
+
     def require_state_id(self) -> None:
         """Hold the cut's state id to the raw hashes of the index, reading only pieces that lie in several tiles.
 

@@ -37,7 +37,19 @@ from kvpack.pack.preamble import (
 )
 from kvpack.pack.state_id import state_id
 
-__all__ = ["Progress", "RowSource", "Signer", "WrittenPack", "publish", "write_pack"]
+__all__ = [
+    "EncodedTile",
+    "Progress",
+    "RowSource",
+    "Signer",
+    "TileCopy",
+    "WrittenPack",
+    "default_threads",
+    "publish",
+    "resource_error",
+    "write_into",
+    "write_pack",
+]
 
 SIGNATURE_REGION = MANIFEST_OFFSET - PREAMBLE_BYTES
 
@@ -90,7 +102,9 @@ def write_pack(
     no half-written file is visible under ``path``, and no temporary is left behind.
     """
     with publish(path, force=force) as descriptor:
-        return _write(path, descriptor, manifest, source, codec, signer, threads or default_threads(), progress)
+        return write_into(
+            descriptor, path, manifest, source, codec=codec, signer=signer, threads=threads, progress=progress
+        )
 
 
 def default_threads() -> int:
@@ -157,7 +171,9 @@ def resource_error(error: OSError, path: Path) -> KvpackError:
 
 
 @dataclass(frozen=True)
-class _Encoded:
+class EncodedTile:
+    """A tile as it is stored: codec id, stored bytes, raw length in bytes, BLAKE3 of stored and of raw bytes."""
+
     tile: Tile
     codec: int
     stored: memoryview
@@ -166,30 +182,45 @@ class _Encoded:
     raw_hash: bytes
 
 
-def _write(
-    path: Path,
+TileCopy = Callable[[Tile], EncodedTile | None]
+"""A verified tile that is stored elsewhere, or None where it has to be encoded; called from several threads."""
+
+
+def write_into(
     descriptor: int,
+    path: Path,
     manifest: Manifest,
     source: RowSource,
+    *,
     codec: str,
-    signer: Signer | None,
-    threads: int,
-    progress: Progress | None,
+    signer: Signer | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
+    copy: TileCopy | None = None,
 ) -> WrittenPack:
+    """Write a pack into an open, empty file; syncing and naming it (``path``) are the caller's.
+
+    ``copy`` hands over tiles that are stored elsewhere, so that they are not encoded again. Raises OSError as the
+    operating system does.
+    """
+    threads = threads or default_threads()
     tiles = payload_order(expected_tiles(manifest), manifest)
     _require_limits(manifest, tiles)
     hollow = manifest.with_hashes(bytes(32), {cut.position: bytes(32) for cut in manifest.cuts})
     front = Preamble.for_front(manifest_length=len(hollow.to_bytes()), tile_count=len(tiles))
     raw_total = sum(plane.raw_bytes for plane in manifest.planes)
 
-    def encode_tile(tile: Tile) -> _Encoded:
+    def encode_tile(tile: Tile) -> EncodedTile:
+        copied = copy(tile) if copy is not None else None
+        if copied is not None:
+            return copied
         spec = manifest.planes[tile.plane].spec
         raw = source.rows(spec.key, tile.ordinal, tile.first, tile.end)
         raw_hash = blake3(raw).digest()
         shape = () if spec.unit is Unit.STATE else spec.row_shape
         codec_id, stored = encode(codec, raw, spec.encoding, shape)
         stored_hash = raw_hash if codec_id == 0 else blake3(stored).digest()
-        return _Encoded(tile, codec_id, memoryview(stored), raw.nbytes, stored_hash, raw_hash)
+        return EncodedTile(tile, codec_id, memoryview(stored), raw.nbytes, stored_hash, raw_hash)
 
     records: list[TileRecord] = []
     raw_done, at = 0, front.payload_offset
@@ -257,9 +288,9 @@ def _require_limits(manifest: Manifest, tiles: Sequence[Tile]) -> None:
 
 
 def _in_order(
-    pool: ThreadPoolExecutor, work: Callable[[Tile], _Encoded], tiles: Sequence[Tile], *, window: int
-) -> Iterator[_Encoded]:
-    pending: deque[Future[_Encoded]] = deque()
+    pool: ThreadPoolExecutor, work: Callable[[Tile], EncodedTile], tiles: Sequence[Tile], *, window: int
+) -> Iterator[EncodedTile]:
+    pending: deque[Future[EncodedTile]] = deque()
     waiting = iter(tiles)
     try:
         for tile in waiting:

@@ -37,7 +37,8 @@ def slow_save(cut, path, *, progress, **options):
             time.sleep(0.2)
     return save(cut, path, codec="raw", sign=options["sign"], force=options["force"], progress=tell)
 kvpack.save = slow_save
-capture._capture = lambda *a: (synthetic.make_cut(BIG, 4096), None)
+capture._Session.load = lambda self, *_: setattr(self, "positions", (4096,))
+capture._Session.prefill = lambda self: setattr(self, "cuts", [synthetic.make_cut(BIG, 4096)])
 sys.exit(main.main(sys.argv[1:]))
 """
 
@@ -84,7 +85,10 @@ def test_a_signal_in_the_middle_leaves_nothing(
 @pytest.fixture
 def synthetic_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command's model work replaced by a cut of 32 MiB."""
-    monkeypatch.setattr(capture, "_capture", lambda *_: (synthetic.make_cut(BIG, 2048), None))
+    monkeypatch.setattr(capture._Session, "load", lambda self, *_: setattr(self, "positions", (2048,)))
+    monkeypatch.setattr(
+        capture._Session, "prefill", lambda self: setattr(self, "cuts", [synthetic.make_cut(BIG, 2048)])
+    )
 
 
 @pytest.mark.usefixtures("synthetic_capture")

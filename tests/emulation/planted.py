@@ -23,7 +23,7 @@ HERE: Final = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Fault:
-    """``old`` becomes ``new`` in ``file``; the tests of ``kernel`` must fail in ``mode`` and print ``evidence``."""
+    """``old`` becomes ``new`` in ``file``; in ``mode`` the tests of ``kernel`` must fail, with one of ``evidence``."""
 
     name: str
     file: str
@@ -31,17 +31,20 @@ class Fault:
     new: str
     kernel: str
     mode: str = "plain"
-    evidence: str = " failed"
+    evidence: tuple[str, ...] = (" failed",)
 
 
-ASAN: Final = "ERROR: AddressSanitizer: heap-buffer-overflow"
-TSAN: Final = "WARNING: ThreadSanitizer: data race"
+ASAN: Final = ("ERROR: AddressSanitizer: heap-buffer-overflow",)
+# Where a race has given a wrong digest before TSan saw it, the test ends there.
+TSAN: Final = ("WARNING: ThreadSanitizer: data race", " failed")
 
 FAULTS: Final = (
     Fault("wrap off by one", "tiles.h", "physical >= ring_rows ?", "physical > ring_rows ?", "move"),
     Fault("wrap off by one, staged", "tiles.h", "physical >= ring_rows ?", "physical > ring_rows ?", "stage"),
     Fault("head stride", "move.cu", "part * job.part_stride", "part * job.part_units.divisor * sizeof(Unit)", "move"),
-    Fault("head stride of a shadow", "stage.cu", "part * job.shadow_part_stride", "part * job.ring_part_stride", "stage"),
+    Fault(
+        "head stride of a shadow", "stage.cu", "part * job.shadow_part_stride", "part * job.ring_part_stride", "stage"
+    ),
     Fault(
         "page offset",
         "tiles.h",
@@ -53,29 +56,64 @@ FAULTS: Final = (
     Fault(
         "tile overlap", "move.cu", "tile * kTileUnits + threadIdx.x", "tile * (kTileUnits - 1) + threadIdx.x", "move"
     ),
-    Fault("tile overlap in a tile", "move.cu", "begin + k * kThreads;\n        if", "begin + k * (kThreads - 1);\n        if",
-          "move"),
-    Fault("load clamp", "move.cu", "ahead < last ? ahead : last", "ahead <= last ? ahead : last + 1", "move", "address",
-          ASAN),
+    Fault(
+        "tile overlap in a tile",
+        "move.cu",
+        "begin + k * kThreads;\n        if",
+        "begin + k * (kThreads - 1);\n        if",
+        "move",
+    ),
+    Fault(
+        "load clamp",
+        "move.cu",
+        "ahead < last ? ahead : last",
+        "ahead <= last ? ahead : last + 1",
+        "move",
+        "address",
+        ASAN,
+    ),
     Fault("store clamp", "move.cu", "if (unit <= last)", "if (unit <= last + 1)", "move", "address", ASAN),
-    Fault("last bytes of a message", "blake3.cu", "i < length; ++i", "i <= length; ++i", "blake3", "address", ASAN),
+    Fault("last bytes of a message", "blake3.cu", "i < length; ++i", "i <= length; ++i", "blake3"),
     Fault("rounding up at a tie", "numbers.h", "(magnitude >> drop & 1)", "1", "convert"),
     Fault("rounding up at a tie, staged", "numbers.h", "(magnitude >> drop & 1)", "1", "stage"),
-    Fault("rounding of bf16", "numbers.h", "(word + 0x7FFF + (word >> 16 & 1)) >> 16", "(word + 0x8000) >> 16", "stage"),
+    Fault(
+        "rounding of bf16", "numbers.h", "(word + 0x7FFF + (word >> 16 & 1)) >> 16", "(word + 0x8000) >> 16", "stage"
+    ),
     Fault("rounding of subnormals", "numbers.h", "(significand >> shift & 1)", "1", "convert"),
     Fault("rounding of q8_0", "convert.cu", ">= 0.5f", "> 0.5f", "convert"),
-    Fault("the first of equals", "convert.cu", "magnitude_of(block[i]) > magnitude_of(extreme)",
-          "magnitude_of(block[i]) >= magnitude_of(extreme)", "convert"),
+    Fault(
+        "the first of equals",
+        "convert.cu",
+        "magnitude_of(block[i]) > magnitude_of(extreme)",
+        "magnitude_of(block[i]) >= magnitude_of(extreme)",
+        "convert",
+    ),
     Fault("a refused block", "convert.cu", "< kInfinity;", "<= kInfinity;", "convert"),
-    Fault("live rows", "stage.cu", "row < job.live", "row + 1 < job.live", "stage"),
+    Fault("rows of a chunk", "stage.cu", "(row - job.live) * job", "(row - row) * job", "stage"),
     Fault("turn the wrong way", "rope.cu", "a * sine + b * cosine", "b * cosine - a * sine", "rope"),
-    Fault("angles of another row", "rope.cu", "static_cast<u64>(row) * job.table_stride", "static_cast<u64>(0)", "rope"),
+    Fault(
+        "angles of another row", "rope.cu", "static_cast<u64>(row) * job.table_stride", "static_cast<u64>(0)", "rope"
+    ),
     Fault("root of a tree", "blake3.cu", "job.tiles == 1 && 2 * stride >= count", "2 * stride >= count", "blake3"),
-    Fault("missing barrier", "blake3.cu", "        __syncthreads();\n        const u32 left", "        const u32 left",
-          "blake3", "thread", TSAN),
-    Fault("missing barrier of the roots", "blake3.cu", "        }\n        __syncthreads();", "        }", "blake3",
-          "thread", TSAN),
-)  # fmt: skip
+    Fault(
+        "missing barrier",
+        "blake3.cu",
+        "        __syncthreads();\n        const u32 left",
+        "        const u32 left",
+        "blake3",
+        "thread",
+        TSAN,
+    ),
+    Fault(
+        "missing barrier of the roots",
+        "blake3.cu",
+        "        }\n        __syncthreads();",
+        "        }",
+        "blake3",
+        "thread",
+        TSAN,
+    ),
+)
 
 
 def tests_pass(folder: Path, kernel: str, mode: str) -> tuple[bool, str]:
@@ -86,7 +124,7 @@ def tests_pass(folder: Path, kernel: str, mode: str) -> tuple[bool, str]:
     prefix = ["setarch", "--addr-no-randomize"] if mode == "thread" else []
     outcome = subprocess.run(
         [
-            *(*prefix, sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"),
+            *(*prefix, sys.executable, "-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider"),
             *("-o", "addopts=--import-mode=importlib", "--hypothesis-seed=0", str(HERE / f"test_{kernel}.py")),
         ],
         env=environment,
@@ -120,7 +158,7 @@ def main() -> int:
                 raise SystemExit(f"without a fault, the tests of {kernel} fail ({mode}):\n{printed}")
         for fault in FAULTS:
             passed, printed = tests_pass(planted(folder, fault), fault.kernel, fault.mode)
-            caught = not passed and fault.evidence in printed
+            caught = not passed and any(words in printed for words in fault.evidence)
             missed += not caught
             print(f"{'caught' if caught else 'MISSED'}  {fault.name}  ({fault.file}, {fault.kernel}, {fault.mode})")
             if not passed and not caught:

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <numeric>
 #include <random>
 #include <thread>
 #include <utility>
@@ -74,12 +75,15 @@ static void launch(void (*kernel)(A...), void** arguments, unsigned grid, unsign
     const std::uint64_t all = static_cast<std::uint64_t>(grid) * block;
     blockDim = {block, 1, 1};
     gridDim = {grid, 1, 1};
+    std::vector<std::uint64_t> numbers(order == kThreaded ? block : order == kShuffled ? all : 0);
+    std::iota(numbers.begin(), numbers.end(), 0);
+    std::shuffle(numbers.begin(), numbers.end(), std::mt19937(seed));
     if (order == kThreaded) {
         pthread_barrier_t blocks_barrier;
         pthread_barrier_init(&blocks_barrier, nullptr, block);
         barrier = &blocks_barrier;
         std::vector<std::thread> threads;
-        for (unsigned thread = 0; thread < block; ++thread) {
+        for (const std::uint64_t thread : numbers) {  // the order in which they start
             threads.emplace_back([&, thread] {
                 for (unsigned at = 0; at < grid; ++at) {
                     one(static_cast<std::uint64_t>(at) * block + thread);
@@ -95,11 +99,6 @@ static void launch(void (*kernel)(A...), void** arguments, unsigned grid, unsign
         return;
     }
     if (order == kShuffled) {
-        std::vector<std::uint64_t> numbers(all);
-        for (std::uint64_t i = 0; i < all; ++i) {
-            numbers[i] = i;
-        }
-        std::shuffle(numbers.begin(), numbers.end(), std::mt19937(seed));
         for (const std::uint64_t number : numbers) {
             one(number);
         }

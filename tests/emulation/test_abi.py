@@ -61,7 +61,7 @@ def test_constants_agree(in_c: dict[str, str]) -> None:
     assert in_c["kThreads"] == str(abi.THREADS)
     assert in_c["kTileUnits"] == str(abi.TILE_UNITS)
     assert in_c["kChunkBytes"] == str(abi.CHUNK_BYTES)
-    assert abi.FORMATS == {name[1:].lower(): int(in_c[name]) for name in ("kF32", "kF16", "kBf16", "kRaw")}
+    assert {name[1:].lower(): int(in_c[name]) for name in ("kF32", "kF16", "kBf16", "kRaw")} == abi.FORMATS
 
 
 @pytest.mark.parametrize("source", abi.KERNELS)

@@ -53,7 +53,7 @@ def message_lengths() -> st.SearchStrategy[int]:
     st.sampled_from((8, 16)),
     st.integers(0, 1 << 32),
 )
-@examples(60)
+@examples(200)
 def test_any_mix_of_messages(lengths: list[int], threads: int, root_threads: int, seed: int) -> None:
     check(lengths, threads, root_threads, seed)
 

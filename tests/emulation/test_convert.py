@@ -116,7 +116,7 @@ def block_values(rng: np.random.Generator, blocks: int) -> NDArray[np.float32]:
 
 
 @given(st.sampled_from(BLOCKS), st.integers(1, 700), st.sampled_from(UNORDERED), st.integers(0, 1 << 32))
-@examples(100)
+@examples(200)
 def test_blocks_are_written(name: str, blocks: int, order: str, seed: int) -> None:
     values = block_values(np.random.default_rng(seed), blocks)
     fits = np.array([_fits(name, block) for block in values])
@@ -135,7 +135,7 @@ def _fits(name: str, block: NDArray[np.float32]) -> bool:
 
 
 @given(st.sampled_from(BLOCKS), st.integers(1, 300), st.sampled_from(UNORDERED), st.integers(0, 1 << 32))
-@examples(60)
+@examples(150)
 def test_any_bytes_are_read(name: str, blocks: int, order: str, seed: int) -> None:
     """Random bytes: scales that are infinite, NaN or subnormal come as often as their patterns do."""
     rng = np.random.default_rng(seed)

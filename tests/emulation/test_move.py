@@ -59,7 +59,7 @@ def check(chosen: list[Place], gaps: list[int], packed_start: int, order: str, s
     st.sampled_from(UNORDERED),
     st.integers(0, 1 << 32),
 )
-@examples(120)
+@examples(250)
 def test_any_mix_of_jobs_in_one_launch(
     chosen: list[Place], gaps: list[int], packed_start: int, order: str, seed: int
 ) -> None:
@@ -71,7 +71,7 @@ def test_any_mix_of_jobs_in_one_launch(
     st.sampled_from(UNORDERED),
     st.integers(0, 1 << 32),
 )
-@examples(60)
+@examples(150)
 def test_the_wide_path(chosen: list[Place], order: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     table, _ = abi.move_table([(place.in_table(place.memory(rng)), 16) for place in chosen])

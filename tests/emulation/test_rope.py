@@ -104,7 +104,7 @@ def check(jobs: list[Turned], order: str, seed: int) -> None:
 
 
 @given(st.lists(turns(), min_size=1, max_size=4), st.sampled_from(UNORDERED), st.integers(0, 1 << 32))
-@examples(100)
+@examples(300)
 def test_any_mix_of_rows_in_one_launch(jobs: list[Turned], order: str, seed: int) -> None:
     check(jobs, order, seed)
 

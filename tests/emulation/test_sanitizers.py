@@ -22,7 +22,8 @@ def run_under(sanitizer: str, files: tuple[str, ...]) -> subprocess.CompletedPro
     """Run tests in a process with a sanitizer."""
     # Address space layout with many random bits leaves TSan no room for its shadow.
     prefix = ["setarch", "--addr-no-randomize"] if sanitizer == "thread" else []
-    command = [*prefix, sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    # A sanitizer ends the process with its report on the real standard error, which pytest would keep to itself.
+    command = [*prefix, sys.executable, "-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider"]
     return subprocess.run(
         [*command, *(str(HERE / name) for name in files)],
         env=sanitized_environment(sanitizer),

@@ -127,7 +127,7 @@ def check(jobs: list[Staged], order: str, seed: int) -> None:
 
 
 @given(st.lists(stages(), min_size=1, max_size=4), st.sampled_from(UNORDERED), st.integers(0, 1 << 32))
-@examples(100)
+@examples(300)
 def test_any_mix_of_stages_in_one_launch(jobs: list[Staged], order: str, seed: int) -> None:
     check(jobs, order, seed)
 

@@ -2,7 +2,8 @@
 
 The plan is a JSON file: ``folder`` for packs and reports, and ``sessions``, each with ``model`` (a tiny model's name,
 or the path of a GGUF file), ``dtype``, ``kind``, ``capacity`` and ``position``. The producer prefills, captures,
-saves and decodes on; the consumer, in a fresh process, loads and decodes. Each writes one report of what it saw.
+saves and decodes on; the consumer, in a fresh process, loads and decodes. Each writes one report of what it saw. A
+session that the engine refuses is reported as refused, with the reason, by both.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 
 import kvpack
 from kvpack.engines import transformers as engine
+from kvpack.errors import EngineError
+from kvpack.model.geometry import Geometry
 from tests.engines.tiny import CONFIGS, tiny_model, tiny_prompt
 
 STEPS = 20
@@ -42,18 +45,46 @@ def _tokens(tokenizer: Any, count: int) -> list[int]:
     return tokens
 
 
+def refusal(model: Any, session: dict[str, Any]) -> str | None:
+    """What the engine says against such a session's first token, or None."""
+    try:
+        engine.prefill(model, [3], engine.new_cache(model, session["kind"], session["capacity"]))
+    except EngineError as error:
+        return str(error)
+    return None
+
+
 def produce(folder: Path, session: dict[str, Any], model: Any, tokenizer: Any, identity: Any) -> dict[str, Any]:
     tokens = _tokens(tokenizer, session["position"])
+    refused = refusal(model, session)
+    if refused is not None:
+        return {"refused": refused}
     cache = engine.new_cache(model, session["kind"], session["capacity"])
     logits = engine.prefill(model, tokens, cache)
     cut = engine.capture(model, cache, tokens, logits=logits, identity=identity)
     kvpack.save(cut, folder / f"{name_of(session)}.kvpack", codec="raw")
     decoded = engine.decode(model, cache, logits, STEPS)
-    return {"tokens": decoded.tokens, "digests": [digest.hex() for digest in decoded.digests]}
+    return {
+        "tokens": decoded.tokens,
+        "digests": [digest.hex() for digest in decoded.digests],
+        "state": state_of(cut.geometry),
+    }
+
+
+def state_of(geometry: Geometry) -> dict[str, list[str]]:
+    """Kind of layer to its planes with their element types, in the order of the layers."""
+    found: dict[str, list[str]] = {}
+    for layer in geometry.layers:
+        planes = found.setdefault(layer.kind, [])
+        planes.extend(text for plane in layer.planes if (text := f"{plane.role} {plane.encoding.name}") not in planes)
+    return found
 
 
 def consume(folder: Path, session: dict[str, Any], model: Any, tokenizer: Any, identity: Any) -> dict[str, Any]:
     path = folder / f"{name_of(session)}.kvpack"
+    refused = refusal(model, session)
+    if refused is not None:
+        return {"refused": refused}
     with kvpack.open_pack(path, allow_unsigned=True) as pack:
         restored = engine.install(
             pack.cut(), model, cache=session["kind"], capacity=session["capacity"], identity=identity

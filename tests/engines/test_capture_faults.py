@@ -213,12 +213,27 @@ def test_unknown_caches_are_named(llama: Any, gemma: Any) -> None:
 
 
 def test_unsupported_layer_kinds_are_named() -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model("lfm2", num_hidden_layers=2, hidden_size=32, vocab_size=64, full_attn_idxs=[1])
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = tiny_model("minimax_m3_vl_text")
     error = _refused("unsupported-cache", lambda: engine.describe(model))
-    assert (error.layer, error.found) == (0, "LinearAttentionLayer")
+    assert (error.layer, error.found) == (1, "MiniMaxM3VLSparseCacheLayer")
+
+
+def test_a_class_of_a_known_name_is_not_the_known_class(llama: Any) -> None:
+    from transformers import cache_utils
+
+    impostor = type("DynamicLayer", (cache_utils.DynamicLayer,), {"__module__": cache_utils.__name__})
+    cache, _, tokens = session(llama, 8)
+    cache.layers[2] = impostor()
+    error = _refused("unsupported-cache", lambda: engine.capture(llama, cache, tokens))
+    assert (error.layer, error.found) == (2, "DynamicLayer")
+
+
+def test_an_encoder_decoder_is_refused(llama: Any) -> None:
+    cache, _, tokens = session(llama, 8)
+    other = tiny_model("llama")
+    other.config.is_encoder_decoder = True
+    error = _refused("unsupported-inputs", lambda: engine.capture(other, cache, tokens))
+    assert error.field == "is_encoder_decoder"
 
 
 def test_a_model_that_fails_is_one_line(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:

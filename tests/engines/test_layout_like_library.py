@@ -9,53 +9,90 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpack.engines import transformers as engine
-from kvpack.engines.transformers.layers import adapter_of
-from kvpack.model.encoding import ENCODINGS
-from kvpack.model.geometry import LayerGeometry, PlaneGeometry
+from kvpack.engines.transformers.layers import LayerRole
+from kvpack.engines.transformers.registry import adapter_of
+from kvpack.model.geometry import LayerGeometry
 from tests.engines.tiny import WINDOW, captured, session, tiny_model, tiny_prompt
 
 CAPACITY = 200
+
+
+def _fact(value: Any) -> object:
+    if not hasattr(value, "storage_offset"):
+        return value
+    if value.dim() == 0:
+        return value.item(), value.dtype, value.device, vars(value)
+    return (
+        tuple(value.shape),
+        value.stride(),
+        value.storage_offset(),
+        value.is_contiguous(),
+        value.dtype,
+        value.device,
+        value.requires_grad,
+        value.is_inference(),
+        vars(value),
+    )
+
+
+def _without_unit_strides(fact: Any) -> object:
+    """The library leaves any stride on a state's batch axis of one, which no element is reached by."""
+    if not isinstance(fact, tuple) or len(fact) < 5:
+        return fact
+    shape, strides, *rest = fact
+    return shape, tuple(stride for size, stride in zip(shape, strides, strict=True) if size > 1), *rest
 
 
 def _facts(layer: Any) -> dict[str, object]:
     """Everything about a layer except the elements of its tensors."""
     facts: dict[str, object] = {"class": type(layer)}
     for name, value in vars(layer).items():
-        if name in ("keys", "values"):
-            facts[name] = (
-                tuple(value.shape),
-                value.stride(),
-                value.storage_offset(),
-                value.is_contiguous(),
-                value.dtype,
-                value.device,
-                value.requires_grad,
-                value.is_inference(),
-                vars(value),
-            )
-        elif hasattr(value, "item"):
-            facts[name] = (value.item(), value.dtype, value.device, vars(value))
+        if isinstance(value, dict):
+            facts[name] = {key: _without_unit_strides(_fact(entry)) for key, entry in value.items()}
         else:
-            facts[name] = value
+            facts[name] = _fact(value)
     return facts
 
 
-@pytest.mark.parametrize("position", [1, WINDOW - 2, WINDOW - 1, WINDOW, WINDOW + 1, 130])
-@pytest.mark.parametrize("name", ["gemma3_text", "mistral"])
+STATEFUL = [
+    "deepseek_v3",
+    "deepseek_v32",
+    "falcon_h1",
+    "gemma3n_text",
+    "glm_moe_dsa+shared",
+    "inkling_text",
+    "jamba",
+    "kimi_linear",
+    "lfm2",
+    "mamba2",
+    "nemotron_h+mlp",
+    "qwen3_next",
+]
+WINDOWED = [
+    (name, position) for name in ("gemma3_text", "mistral") for position in (1, WINDOW - 1, WINDOW, WINDOW + 1, 130)
+]
+CASES = [*WINDOWED, *((name, position) for name in STATEFUL for position in (1, 2, 130))]
+
+
+def _after_a_step(model: Any, position: int) -> Any:
+    """The library's own cache after ``position`` tokens, the last of which was fed alone."""
+    cache = session(model, position - 1)[0] if position > 1 else engine.new_cache(model)
+    engine.prefill(model, tiny_prompt(position)[-1:], cache)
+    return cache
+
+
+@pytest.mark.parametrize(("name", "position"), [*CASES, ("gemma3_text", WINDOW - 2)])
 def test_dynamic_layers_after_a_decode_step(name: str, position: int) -> None:
     model = tiny_model(name, "bf16")
-    cut = captured(model, position)
-    restored = engine.install(cut, model).cache
-    library, _, _ = session(model, position - 1) if position > 1 else (engine.new_cache(model), None, None)
-    engine.prefill(model, tiny_prompt(position)[-1:], library)
+    restored = engine.install(captured(model, position), model).cache
+    library = _after_a_step(model, position)
     assert type(restored) is type(library)
     assert vars(restored).keys() == vars(library).keys()
     for mine, theirs in zip(restored.layers, library.layers, strict=True):
         assert _facts(mine) == _facts(theirs)
 
 
-@pytest.mark.parametrize("position", [1, WINDOW - 1, WINDOW, WINDOW + 1, 130])
-@pytest.mark.parametrize("name", ["gemma3_text", "mistral"])
+@pytest.mark.parametrize(("name", "position"), CASES)
 def test_static_layers_after_a_prefill(name: str, position: int) -> None:
     model = tiny_model(name, "bf16")
     cut = captured(model, position, "static", CAPACITY)
@@ -64,6 +101,21 @@ def test_static_layers_after_a_prefill(name: str, position: int) -> None:
     assert type(restored) is type(library)
     for mine, theirs in zip(restored.layers, library.layers, strict=True):
         assert _facts(mine) == _facts(theirs)
+
+
+@pytest.mark.parametrize("position", [1, 3, 4, 127, 128, 130])
+def test_compressed_layers_after_a_decode_step(position: int) -> None:
+    """Views into larger memory (rows that wait for their pool) come back as memory of their own."""
+    model = tiny_model("deepseek_v4", "bf16")
+    restored = engine.install(captured(model, position), model).cache
+    for mine, theirs in zip(restored.layers, _after_a_step(model, position).layers, strict=True):
+        assert mine.values is mine.keys
+        facts, wanted = _facts(mine), _facts(theirs)
+        for name in ("buffer_kv", "buffer_gate"):
+            for one, other in zip(vars(mine)[name].values(), vars(theirs)[name].values(), strict=True):
+                assert (one.shape, one.dtype) == (other.shape, other.dtype)
+            del facts[name], wanted[name]
+        assert facts == wanted
 
 
 def test_an_empty_session_is_a_fresh_cache() -> None:
@@ -80,9 +132,19 @@ def test_an_empty_session_is_a_fresh_cache() -> None:
     assert with_kvpack.digests == without.digests
 
 
-def _geometry(window: int | None) -> LayerGeometry:
-    planes = tuple(PlaneGeometry(role, ENCODINGS["f32"], (2, 3)) for role in ("k", "v"))
-    return LayerGeometry("sliding" if window else "full", planes, window=window)
+def _copy_over(live: Any, fresh: Any, geometry: LayerGeometry, position: int) -> None:
+    """Restore a fresh layer from a live one, without a pack between them."""
+    import torch
+
+    adapter = adapter_of(live, 0)
+    held = adapter.export(live, geometry)
+    made = adapter.restore(fresh, geometry, position, torch.device("cpu"))
+    for role, target in made.rows.items():
+        source = held.rows[role]
+        for mine, theirs in zip(target.parts, source.parts, strict=True):
+            mine.copy_(theirs[:, target.first - source.first : target.end - source.first])
+    for role, state in made.states.items():
+        state.copy_(held.states[role])
 
 
 def _fresh(kind: str, window: int | None, capacity: int) -> Any:
@@ -117,11 +179,7 @@ def test_a_restored_layer_gives_attention_the_same_rows(
         live.update(rows[:, :, at : at + count], -rows[:, :, at : at + count])
         at += count
     adapter = adapter_of(live, 0)
-    held = adapter.export(live)
-    written = adapter.restore(fresh, _geometry(window), at, torch.device("cpu"))
-    for role, target in written.planes.items():
-        count = target.shape[1]
-        target.copy_(held.planes[role][:, written.first - held.first : written.first - held.first + count])
+    _copy_over(live, fresh, adapter.geometry(live, LayerRole(0, "", window)), at)
     assert adapter.position(fresh) == adapter.position(live) == at
     for count in future:
         chunk = rows[:, :, at : at + count]

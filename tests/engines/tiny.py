@@ -15,20 +15,24 @@ from kvpack.model.snapshot import Cut, PlaneRows
 CONFIGS = json.loads((Path(__file__).parent / "tiny_models.json").read_text("utf-8"))
 NAMES = tuple(CONFIGS["models"])
 DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
-EAGER = ("gemma2", "gpt_oss")
+EAGER = ("deepseek_v4", "gemma2", "gpt_oss")
 WINDOW = 64
+CAPACITY = 340
 VOCABULARY = CONFIGS["base"]["vocab_size"]
 
 
 def tiny_model(name: str, dtype: str = "f32", **changes: Any) -> Any:
-    """The tiny model of that name in that dtype; ``changes`` are config keywords."""
+    """The tiny model of that name in that dtype; ``changes`` are config keywords.
+
+    A name is a model type, or one with what is special about this config behind a ``+``.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     keywords = {**CONFIGS["base"], **CONFIGS["models"][name], **changes}
     options: dict[str, Any] = {"attn_implementation": "eager"} if name in EAGER else {}
     torch.manual_seed(20)
-    config = AutoConfig.for_model(name, **keywords)
+    config = AutoConfig.for_model(name.partition("+")[0], **keywords)
     # transformers' default initial weights are so small that every logit is nearly the same.
     config.initializer_range = 0.3
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, DTYPES[dtype]), **options)

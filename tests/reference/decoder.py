@@ -40,7 +40,7 @@ WIDTH, VOCAB, QUERY_HEADS, TOP_POOLS = 24, 61, 4, 2
 STORAGE = {"f32": np.dtype("<f4"), "f16": np.dtype("<f2")}
 
 
-# --- geometries --------------------------------------------------------------------------------------------------------
+# --- geometries -------------------------------------------------------------------------------------------------------
 
 
 def rope(dim: int, theta: float = 10_000.0) -> Rope:
@@ -100,7 +100,7 @@ def layouts(model: Geometry, max_context: int, **sliding: object) -> ProducerLay
     return ProducerLayout(tuple(map(of, model.layers)))
 
 
-# --- arithmetic in a fixed order ---------------------------------------------------------------------------------------
+# --- arithmetic in a fixed order --------------------------------------------------------------------------------------
 
 
 def running_sum(addends: Floats, axis: int) -> Floats:
@@ -144,7 +144,7 @@ def attend(query: Floats, keys: Floats, values: Floats, visible: NDArray[np.bool
     return running_sum(weights[:, :, None] * values, 0) / running_sum(weights, 0)[:, None]
 
 
-# --- rows of a live cache ----------------------------------------------------------------------------------------------
+# --- rows of a live cache ---------------------------------------------------------------------------------------------
 
 
 def physical_rows(plane: LivePlane) -> NDArray[np.generic]:
@@ -237,7 +237,7 @@ def state(layer: LiveLayer, role: str) -> Floats:
     return np.frombuffer(content, "<f4").reshape(plane.spec.row_shape).copy()
 
 
-# --- the model ---------------------------------------------------------------------------------------------------------
+# --- the model --------------------------------------------------------------------------------------------------------
 
 
 class Weights:

@@ -128,8 +128,9 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("resident", [False, True])
-@pytest.mark.parametrize("position", WRAPS)
+@pytest.mark.parametrize(
+    ("position", "resident"), [*((at, False) for at in WRAPS), (WINDOW + 1, True), (3 * WINDOW + 5, True)]
+)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_law_and_kind_replays_bit_for_bit(tmp_path: Path, variant: str, position: int, resident: bool) -> None:
     model, sliding = VARIANTS[variant]
@@ -241,7 +242,7 @@ def test_a_ring_below_the_window_is_refused(tmp_path: Path) -> None:
     assert small.cache.position == 0
 
 
-# --- publication -------------------------------------------------------------------------------------------------------
+# --- publication ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("position", WRAPS)
@@ -274,7 +275,7 @@ def test_the_old_generation_can_be_swapped_back(tmp_path: Path) -> None:
     assert go_on(session) == go_on(plain)
 
 
-# --- speculation -------------------------------------------------------------------------------------------------------
+# --- speculation ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("block", [1, 5, 16])
@@ -347,7 +348,7 @@ def test_speculation_on_a_restored_session(tmp_path: Path, position: int) -> Non
     assert go_on(other) == go_on(session)
 
 
-# --- the decoder itself ------------------------------------------------------------------------------------------------
+# --- the decoder itself -----------------------------------------------------------------------------------------------
 
 
 def final_logits(session: Session, history: History, position: int) -> Floats:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -81,6 +82,20 @@ def _set(path: str, value: object) -> Callable[[dict[str, Any]], None]:
         (synthetic.latent(), _set("kv_rank", None), "kv_rank"),
         (synthetic.recurrent(), _set("planes.0.axes", ["tap"]), "planes[0].axes"),
         (synthetic.shared(0), _set("source", 1), "source"),
+        (synthetic.hybrid(), _set("sink", 1), "sink"),
+        (synthetic.hybrid(), _set("pool", 1), "pool"),
+        (synthetic.hybrid(), _set("planes.2.unit", "token"), "planes"),
+        (synthetic.hybrid(), _set("planes.2.role", "entry"), "planes"),
+        (synthetic.hybrid(), _set("planes.3.role", "k.1"), "planes"),
+        (replace(synthetic.hybrid(), planes=synthetic.kv()), _set("kind", "hybrid"), "planes"),
+        (synthetic.compressed(), _set("window", None), "window"),
+        (synthetic.compressed(), _set("pool", None), "pool"),
+        (synthetic.compressed(), _set("planes.1.unit", "token"), "planes"),
+        (synthetic.compressed(), _set("planes.3.unit", "pool"), "planes"),
+        (synthetic.compressed(), _set("planes.6.unit", "token"), "planes"),
+        (synthetic.compressed(), _set("planes.3.role", "entry.other"), "planes"),
+        (replace(synthetic.compressed(), planes=synthetic.kv()[:1]), _set("kind", "compressed"), "planes"),
+        (LayerGeometry("none", ()), _set("planes", [synthetic.kv()[0].to_wire()]), "planes"),
     ],
 )
 def test_one_broken_rule_is_one_error_that_names_the_field(
@@ -117,6 +132,27 @@ def test_pool_keys_and_tail_cover_every_token_once(position: int, pool: int) -> 
     assert rows["index_key"].count == position // pool
     covered = rows["index_key"].count * pool + (rows["index_tail"].count if pool > 1 else 0)
     assert covered == position
+
+
+@given(st.integers(0, 200), st.integers(1, 20), st.integers(1, 9))
+def test_compressed_rows_slide_and_every_token_is_in_an_entry_or_waits(position: int, window: int, pool: int) -> None:
+    layer = synthetic.compressed(window, pool)
+    rows = {key.role: r for key, r in needed_rows(Geometry((layer,)), position).items()}
+    assert rows["k"] == RowSet.of((max(0, position - (window - 1)), position))
+    for entry in ("entry.compressor", "entry.indexer"):
+        assert rows[entry] == RowSet.of((0, position // pool))
+    for tail in ("tail_kv.compressor", "tail_gate.compressor"):
+        assert rows[tail] == RowSet.of((position // pool * pool, position))
+    assert rows["overlap_gate.compressor"] == RowSet.of((0, pool * 8 * 4))
+
+
+@given(st.integers(0, 200), st.one_of(st.none(), st.integers(1, 20)))
+def test_hybrid_rows_are_those_of_its_attention(position: int, window: int | None) -> None:
+    rows = {key.role: r for key, r in needed_rows(Geometry((synthetic.hybrid(window),)), position).items()}
+    alone = synthetic.sliding(window) if window else synthetic.full()
+    wanted = {key.role: r for key, r in needed_rows(Geometry((alone,)), position).items()}
+    assert {role: rows[role] for role in "kv"} == wanted
+    assert (rows["conv"], rows["ssm"]) == (RowSet.of((0, 72)), RowSet.of((0, 480)))
 
 
 @given(st.integers(1, 1 << 22))

@@ -1,7 +1,8 @@
 """Sessions of Hugging Face transformers: load, describe, identify, capture, plan, install, and decode.
 
-Full and sliding (also chunked) attention layers, dynamic and static caches, f32, bf16 and f16, one sequence without
-padding. Everything else is refused by name. torch and transformers are imported by the first call that needs them.
+Attention layers (full, sliding, chunked, latent, with an indexer, compressed), recurrent ones, both in one, and layers
+that share a cache; dynamic and static caches, f32, bf16 and f16, one sequence without padding. Everything else is
+refused by name. torch and transformers are imported by the first call that needs them.
 """
 
 from kvpack.engines.transformers.caches import describe, new_cache

@@ -80,7 +80,7 @@ def survey(model: Any, cache: Any) -> LiveCache:
         name = type(cache).__name__ + (" with offloading" if getattr(cache, "offloading", False) else "")
         raise EngineError(
             "unsupported-cache",
-            f"kvpack cannot capture or install a {name}",
+            f"kvpack cannot capture or install the cache class {name}",
             field="class",
             expected="DynamicCache, StaticCache",
             found=name,

@@ -191,7 +191,8 @@ def forward(model: Any, tokens: Sequence[int], cache: Any) -> torch.Tensor:
     if keeps_logits:
         arguments["logits_to_keep"] = 1
     try:
-        with torch.no_grad():
+        # Quiet: the first forward of some models advises to install faster kernels.
+        with torch.no_grad(), quiet():
             return model(**arguments).logits[0, -1]
     except Exception as error:
         raise EngineError(

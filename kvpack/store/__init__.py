@@ -1,0 +1,75 @@
+"""Prefix stores: packs found by the tokens that led to them, shared by many processes and machines.
+
+``PrefixStore.open(url)`` opens one; what can be asked of it is :class:`~kvpack.store.protocol.Store`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeAlias
+
+from kvpack.errors import StoreError
+from kvpack.store.deltas import put_turn
+from kvpack.store.local import LocalStore
+from kvpack.store.prefix import ContentField, ContentKind
+from kvpack.store.protocol import (
+    Entry,
+    EntryCut,
+    FsckReport,
+    GcReport,
+    Hit,
+    Stats,
+    Store,
+    StoredPack,
+)
+
+__all__ = [
+    "ContentField",
+    "ContentKind",
+    "Entry",
+    "EntryCut",
+    "FsckReport",
+    "GcReport",
+    "Hit",
+    "LocalStore",
+    "PrefixStore",
+    "Stats",
+    "Store",
+    "StoredPack",
+    "put_turn",
+]
+
+Opener: TypeAlias = "Callable[..., Store]"
+
+
+def _open_file(url: str, **options: Any) -> Store:
+    path = url.removeprefix("file:")
+    if path.startswith("//"):
+        host, _, rest = path[2:].partition("/")
+        if host not in ("", "localhost"):
+            raise StoreError("bad-url", f"{url} names another machine", found=host, hint="write file:/path")
+        path = "/" + rest
+    if not path or "\x00" in path:
+        raise StoreError("bad-url", "a file: URL names a folder", found=repr(url)[:80])
+    return LocalStore.open(path, **options)
+
+
+class PrefixStore:
+    """Opens stores by the scheme of their URL; other kinds of stores add themselves to ``openers``."""
+
+    openers: ClassVar[dict[str, Opener]] = {"file": _open_file}
+
+    @classmethod
+    def open(cls, url: str, **options: Any) -> Store:
+        """The store at ``url``: ``file:/path`` or a bare path. The options are those of the kind of store.
+
+        Raises StoreError ``unknown-scheme`` and what opening raises (see :meth:`LocalStore.open`).
+        """
+        scheme, colon, _ = url.partition(":")
+        if not colon or "/" in scheme:
+            scheme, url = "file", f"file:{url}"
+        known: Mapping[str, Opener] = cls.openers
+        if scheme not in known:
+            names = ", ".join(f"{name}:" for name in sorted(known))
+            raise StoreError("unknown-scheme", f"no store is opened by {scheme}:", expected=names, found=scheme)
+        return known[scheme](url, **options)
