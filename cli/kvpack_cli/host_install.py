@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
@@ -13,10 +14,14 @@ import kvpack
 from kvpack.errors import InstallError, UsageError
 from kvpack.live import transfer
 from kvpack.live.cache import LiveCache, next_row
-from kvpack.live.layers import LiveLayer, LivePlane
+from kvpack.live.layers import LiveLayer
+from kvpack.live.rank_shapes import RankPlan
+from kvpack.live.ranked_layer import RankedLayer
 from kvpack.live.sizing import default_layouts
+from kvpack.live.tensor_parallel import RankedCache
 from kvpack.model.gate import GateReport, deepest_position
 from kvpack.model.geometry import Geometry, LayerGeometry, PlaneKey, Scope, Unit
+from kvpack.model.identity import Identity
 from kvpack.model.layout import LayerLayout, ProducerLayout
 from kvpack.model.planes import TOKENS, plane_specs
 from kvpack.model.ranges import RowSet
@@ -32,6 +37,7 @@ __all__ = ["HostInstall"]
 
 GROWING_KINDS = ("full", "latent")
 _CHUNK_BYTES = 16 << 20
+_TRANSACTION_TOKENS = 64
 IDENTITY_NOTE = "identity: taken from the pack, there is no model to hold it to"
 
 
@@ -39,7 +45,9 @@ IDENTITY_NOTE = "identity: taken from the pack, there is no model to hold it to"
 class HostInstall:
     """One install from the open pack to the report; each step adds its facts to the output.
 
-    ``capacity`` is the rows of growing planes; where no plane grows, and with ``ring``, that of rotating rings.
+    ``capacity`` is the rows of growing planes and, where none grows, of rotating rings; ``ring`` that of rings alone.
+    ``ranks`` divides the heads over so many ranks, all of them in main memory; states are whole on each. Ranks append
+    in transactions, which keep the rows that they would overwrite: their rings have room for one beyond the window.
     """
 
     output: Output
@@ -50,12 +58,20 @@ class HostInstall:
     ring: int | None = None
     at: int | None = None
     append: int = 0
+    ranks: int | None = None
+    replicate_heads: bool = False
 
     def __post_init__(self) -> None:
         self.source = self._source() if self.append else None
         self.cut = self._cut()
         self.position = self.cut.record.position if self.at is None else self.at
+        self.ranked: RankedCache | None = None
         self.cache = self._allocate()
+        self.cache_bytes = (
+            self.cache.size.nbytes
+            if self.ranked is None
+            else sum(self.ranked.rank_bytes(rank) for rank in range(self.ranked.plan.ranks))
+        )
         self.output.facts |= {
             "pack": str(self.pack.reader.path),
             "pack_id": self.pack.reader.pack_id,
@@ -64,7 +80,8 @@ class HostInstall:
             "identity": "taken from the pack",
             "position": self.position,
             "capacity": self.cache.max_context,
-            "cache_bytes": self.cache.size.nbytes,
+            "tensor_parallel": self.ranks,
+            "cache_bytes": self.cache_bytes,
         }
 
     def run(self, *, dry_run: bool, recapture: Path | None, codec: str, force: bool) -> None:
@@ -109,14 +126,16 @@ class HostInstall:
                 self._layout(scope, *entry, ring) for entry in zip(range(len(layers)), layers, layouts, strict=True)
             ]
 
-        return LiveCache.allocate(
-            self.geometry,
-            max_context=context,
-            layouts=ProducerLayout(
-                tuple(chosen(Scope.LAYER, self.geometry.layers, usual.layers)),
-                tuple(chosen(Scope.DRAFT, self.geometry.draft_layers, usual.draft_layers)),
-            ),
+        layouts = ProducerLayout(
+            tuple(chosen(Scope.LAYER, self.geometry.layers, usual.layers)),
+            tuple(chosen(Scope.DRAFT, self.geometry.draft_layers, usual.draft_layers)),
         )
+        if self.ranks is None:
+            return LiveCache.allocate(self.geometry, max_context=context, layouts=layouts)
+        states = {plane.role: None for _, _, plane in self.geometry.planes() if plane.unit is Unit.STATE}
+        plan = RankPlan(self.ranks, replicate_heads=self.replicate_heads, state_axes=states)
+        self.ranked = RankedCache.allocate(self.geometry, plan, max_context=context, layouts=layouts)
+        return self.ranked.cache
 
     def _layout(
         self, scope: Scope, number: int, layer: LayerGeometry, usual: LayerLayout, ring: int | None
@@ -124,14 +143,15 @@ class HostInstall:
         """The usual layout; a chronological plane for a pack with one row less than a rotating ring needs."""
         if layer.window is None or usual.law not in ("modulo", "pinned"):
             return usual
-        capacity = usual.capacity if ring is None else ring
+        room = min(self.append, _TRANSACTION_TOKENS) if self.ranks is not None else 0
+        capacity = usual.capacity + room if ring is None else ring
         if usual.law == "pinned":
             return LayerLayout("pinned", capacity)
         stored = self.cut.stored.get(PlaneKey(scope.value, number, layer.planes[0].role), RowSet())
         position = (self.cut.record.draft_position or 0) if scope is Scope.DRAFT else self.position
         if stored.contains(RowSet.of((max(0, position - layer.window), position))):
             return LayerLayout("modulo", capacity)
-        return LayerLayout("chronological", max(1, min(capacity, layer.window - 1) if ring is None else ring))
+        return LayerLayout("chronological", max(1, min(capacity, layer.window - 1 + room) if ring is None else ring))
 
     def plan(self) -> GateReport:
         """Hold the cut to the cache, without moving a byte."""
@@ -148,7 +168,10 @@ class HostInstall:
         total = self.cut.bytes_to_read(self.plan().need)
         with self.watch.stage("install", "reading the state") as progress:
             self.cut.on_bytes = _Counter(progress, total)
-            self.installed = transfer.install(self.cache, self.cut, self.cut.identity, at=self.at)
+            if self.ranked is not None:
+                self.installed = self.ranked.install(self.cut, self.cut.identity, at=self.at)
+            else:
+                self.installed = transfer.install(self.cache, self.cut, self.cut.identity, at=self.at)
 
     def go_on(self) -> None:
         """Append the synthetic tokens that were asked for, some at a time."""
@@ -157,15 +180,21 @@ class HostInstall:
         specs = plane_specs(self.geometry)
         per_token = sum(spec.row_bytes for spec in specs.values() if spec.unit is Unit.TOKEN)
         step = max(1, _CHUNK_BYTES // max(1, per_token))
+        if self.ranked is not None:
+            step = min(step, _TRANSACTION_TOKENS)
         carries_tokens = TOKENS in self.cut.specs
         with self.watch.stage("append", f"appending {count_text(self.append)} tokens") as progress:
             for done in range(0, self.append, step):
                 count = min(step, self.append - done)
                 start = self.position + done
-                known = len(self.cache.generation.tokens)
-                ids = self.source.tokens(known, start + count) if carries_tokens and known < start + count else ()
+                ids = self.source.tokens(start, start + count) if carries_tokens else ()
                 rows = appended_rows(self.source, specs, self.geometry, Scope.LAYER, start, count)
-                self.cache.append(count, rows, tokens=ids, start=start)
+                if self.ranked is not None:
+                    transaction = self.ranked.begin()
+                    self.ranked.append(transaction, count, rows, tokens=ids)
+                    self.ranked.finalize(transaction, self.ranked.commit(transaction, count))
+                else:
+                    self.cache.append(count, rows, tokens=ids, start=start)
                 if self.geometry.draft_layers:
                     at = self.cache.draft_position
                     rows = appended_rows(self.source, specs, self.geometry, Scope.DRAFT, at, count)
@@ -177,7 +206,7 @@ class HostInstall:
         provenance = self.pack.manifest.provenance
         with (
             self.watch.stage("recapture", f"writing {out.name}") as progress,
-            transfer.holding(self.cache, self.cut.identity) as live,
+            (self.ranked or self).holding(self.cut.identity) as live,
         ):
             view = WithProvenance(live, provenance)
             written = kvpack.save(view, out, codec=codec, force=force, progress=progress)
@@ -198,6 +227,10 @@ class HostInstall:
                 found=found.hex(),
             )
 
+    def holding(self, identity: Identity) -> AbstractContextManager[transfer.LiveCut]:
+        """The plain cache as a cut, held quiesced; a ranked one has the same method."""
+        return transfer.holding(self.cache, identity)
+
     def answer(self) -> None:
         """The dry run's answer; the first reason against it is the error."""
         report = self.plan()
@@ -207,7 +240,7 @@ class HostInstall:
             for reason in report.refusals:
                 self.output.line(f"  {printable(reason.message)}")
             report.require()
-        self.output.line(f"It fits at {count_text(report.position)}, in {bytes_text(self.cache.size.nbytes)} of memory")
+        self.output.line(f"It fits at {count_text(report.position)}, in {bytes_text(self.cache_bytes)} of memory")
         self.output.fields([("note", note) for note in (IDENTITY_NOTE, *report.notes)])
 
     def summarise(self) -> None:
@@ -227,9 +260,10 @@ class HostInstall:
         if self.output.as_json:
             return
         claim, lowered = str(facts["claim"]), self.installed.report.lowered
+        place = "the host" if self.ranks is None else f"{self.ranks} ranks of the host"
         rows = [
             ("position", f"{count_text(self.cache.position)} tokens, {count_text(self.append)} of them appended"),
-            ("cache", f"{bytes_text(self.cache.size.nbytes)} on the host, for {count_text(self.cache.max_context)}"),
+            ("cache", f"{bytes_text(self.cache_bytes)} on {place}, for {count_text(self.cache.max_context)} tokens"),
             ("claim", f"{claim}, lowered by {', '.join(lowered)}" if lowered else claim),
             ("signatures", self.pack.verification.summary),
         ]
@@ -275,22 +309,24 @@ def _layer_facts(layer: LiveLayer) -> dict[str, object]:
         "origin_logical": logical,
         "origin_physical": physical,
         "next_slot": next_row(layer) if placement is not None else None,
-        "planes": [
-            {"role": role, "bytes": plane.buffer.nbytes, "blake3": digest} for role, plane, digest in _digests(layer)
-        ],
+        "planes": list(_digests(layer)),
     }
 
 
-def _digests(layer: LiveLayer) -> Iterator[tuple[str, LivePlane, bytes]]:
-    """BLAKE3 of every plane's physical bytes, rows that hold nothing included."""
-    for role, plane in layer.planes.items():
-        hasher, size = blake3(), plane.buffer.nbytes
-        part = memoryview(bytearray(min(size, _CHUNK_BYTES)))
-        for at in range(0, size, _CHUNK_BYTES):
-            piece = part[: min(_CHUNK_BYTES, size - at)]
-            layer.device.read(plane.buffer, at, piece)
-            hasher.update(piece)
-        yield role, plane, hasher.digest()
+def _digests(layer: LiveLayer) -> Iterator[dict[str, object]]:
+    """BLAKE3 of every plane's physical bytes, rows that hold nothing included; of each rank's plane where there are
+    ranks."""
+    parts = list(layer.ranks()) if isinstance(layer, RankedLayer) else [(None, layer)]
+    for rank, part in parts:
+        for role, plane in part.planes.items():
+            hasher, size = blake3(), plane.buffer.nbytes
+            piece = memoryview(bytearray(min(size, _CHUNK_BYTES)))
+            for at in range(0, size, _CHUNK_BYTES):
+                piece = piece[: size - at]
+                part.device.read(plane.buffer, at, piece)
+                hasher.update(piece)
+            entry: dict[str, object] = {"role": role} if rank is None else {"role": role, "rank": rank}
+            yield {**entry, "bytes": size, "blake3": hasher.digest()}
 
 
 def _table(layers: Iterator[LiveLayer], found: Sequence[dict[str, object]]) -> Table:
@@ -310,6 +346,11 @@ def _table(layers: Iterator[LiveLayer], found: Sequence[dict[str, object]]) -> T
             kind_text(layer.geometry),
             str(entry["law"]),
             *shown,
-            " ".join(f"{plane['role']} {plane['blake3'].hex()[:12]}" for plane in planes) or "none of its own",
+            " ".join(_plane_text(plane) for plane in planes) or "none of its own",
         )
     return table
+
+
+def _plane_text(plane: Mapping[str, Any]) -> str:
+    rank = f"@{plane['rank']}" if "rank" in plane else ""
+    return f"{plane['role']}{rank} {plane['blake3'].hex()[:12]}"

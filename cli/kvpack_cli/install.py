@@ -47,7 +47,7 @@ DEFAULT_NEW_TOKENS = 32
 _OF_MODELS = (
     "model", "dtype", "max_new_tokens", "ignore_eos", "prompt_file", "chat", "cache", "override", "prove",
 )  # fmt: skip
-_OF_THE_HOST = ("geometry", "ring", "append", "recapture", "codec", "force")
+_OF_THE_HOST = ("geometry", "ring", "tensor_parallel", "replicate_heads", "append", "recapture", "codec", "force")
 
 
 @click.command(
@@ -66,6 +66,7 @@ Without a model, in a plain cache in main memory:
   kvpack install synth.kvpack --engine host --allow-unsigned
   kvpack install synth.kvpack --engine host --allow-unsigned \\
       --geometry G.json --capacity 4096 --at 1000 --append 50 --recapture more.kvpack
+  kvpack install synth.kvpack --engine host --allow-unsigned --tensor-parallel 4
 """,
 )
 @click.argument("pack", type=FILE)
@@ -114,6 +115,8 @@ Without a model, in a plain cache in main memory:
     help="host: what the cache looks like (see synth --help). Default: the pack's own.",
 )
 @click.option("--ring", type=click.IntRange(min=1), metavar="N", help="host: rows of rotating rings. Default: window.")
+@click.option("--tensor-parallel", type=click.IntRange(min=1), metavar="N", help="host: divide the heads over N ranks.")
+@click.option("--replicate-heads", is_flag=True, help="host: more ranks than KV heads hold copies of them.")
 @click.option(
     "--append", type=click.IntRange(min=1), metavar="N", help="host: go on for N tokens, of a pack that synth made."
 )
@@ -145,6 +148,8 @@ def command(
     prove: bool,
     geometry: Path | None,
     ring: int | None,
+    tensor_parallel: int | None,
+    replicate_heads: bool,
     append: int | None,
     recapture: Path | None,
     codec: str,
@@ -167,12 +172,23 @@ def command(
 
     if engine == HOST:
         refuse_given(ctx, _OF_MODELS, "needs a model, and the host engine has none")
+        if replicate_heads and tensor_parallel is None:
+            raise UsageError("usage", "--replicate-heads needs --tensor-parallel", field="replicate-heads")
         described = read_geometry(geometry) if geometry is not None else None
         if recapture is not None:
             require_output(recapture, force=force)
         with opened() as source:
             host = HostInstall(
-                output, watch, source, described or source.manifest.geometry, capacity, ring, at, append or 0
+                output,
+                watch,
+                source,
+                described or source.manifest.geometry,
+                capacity=capacity,
+                ring=ring,
+                at=at,
+                append=append or 0,
+                ranks=tensor_parallel,
+                replicate_heads=replicate_heads,
             )
             host.run(dry_run=dry_run, recapture=recapture, codec=codec, force=force)
         return

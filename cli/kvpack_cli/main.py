@@ -50,7 +50,13 @@ First steps:
   kvpack install session.kvpack --model ./model --trust me.key.pub
 
 \b
-Exit status:
+Without a model:
+  kvpack synth --geometry fixtures/geometries/small.json --position 1000 -o synth.kvpack
+  kvpack install synth.kvpack --engine host --allow-unsigned --append 10 --recapture more.kvpack
+  kvpack diff synth.kvpack more.kvpack
+
+\b
+Exit status (1: the packs that diff compared differ):
    0  good               12  Trust          16  Store
    2  usage              13  Decrypt        17  Engine
   10  Format             14  Compatibility  18  Install

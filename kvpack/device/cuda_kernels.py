@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -115,7 +116,8 @@ class CudaKernels:
             unfinished.write_bytes(image)
             unfinished.replace(path)
         except OSError as error:
-            unfinished.unlink(missing_ok=True)
+            with suppress(OSError):
+                unfinished.unlink()
             raise ResourceError(
                 "cache-unwritable",
                 f"the compiled kernels cannot be kept in {path.parent}: {error.strerror}",

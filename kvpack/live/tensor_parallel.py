@@ -295,7 +295,7 @@ class RankedCache:
             )
 
     def require_settled(self, operation: str) -> None:
-        """No transaction is open and all rows are committed: ``tainted``, ``transaction-active``, ``half-committed``."""
+        """No transaction is open, all rows are committed: ``tainted``, ``transaction-active``, ``half-committed``."""
         self.cache.require_usable(operation, quiet=False)
         if self._active is not None:
             raise InstallError(

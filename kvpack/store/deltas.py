@@ -8,17 +8,19 @@ their tiles as they are stored.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Final
 
 from kvpack.errors import CompatibilityError, IntegrityError, StoreError
 from kvpack.model.geometry import PlaneKey, Unit
+from kvpack.model.ranges import RowSet
 from kvpack.model.snapshot import CutView
 from kvpack.pack.compose import CutRows, compose
 from kvpack.pack.index import Tile
 from kvpack.pack.manifest import Manifest
 from kvpack.pack.reader import PackReader
-from kvpack.pack.view import MAX_CHAIN, PackCut
+from kvpack.pack.view import MAX_CHAIN, PackChain, PackCut
 from kvpack.pack.writer import EncodedTile, Signer, TileCopy, write_into
 from kvpack.store import lineage
 from kvpack.store.objects import Temporary
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
     from kvpack.store.local import LocalStore
 
 __all__ = ["flatten_chain", "put_turn"]
+
+_ALIGN: Final = 32
 
 
 def put_turn(
@@ -115,7 +119,7 @@ def flatten_chain(store: LocalStore, stored: StoredPack, count: int, *, sign: Si
     if any(reader.preamble.encrypted for reader in readers):
         raise StoreError("encrypted", "an encrypted chain cannot be flattened without its keys")
     positions = kept_positions(records[:count])
-    cuts = [stored.chain.cut(at) for at in sorted(positions)]
+    cuts = [_KeptCut(stored.chain, at) for at in sorted(positions)]
     base = stored.chain.cut(_parent_position(readers[count - 1])) if count < len(readers) else None
     newest = readers[0].manifest
     manifest = compose(
@@ -147,6 +151,28 @@ def flatten_chain(store: LocalStore, stored: StoredPack, count: int, *, sign: Si
         return _record(temporary, written.pack_id, records, base, retired, signed=sign is not None)
 
     return store_pack(store, manifest_bound(manifest), write)
+
+
+class _KeptCut(PackCut):
+    """A cut of a chain with its own tail alone, not those that its pack and its parents store for other cuts.
+
+    The tail reaches from the next multiple of 32 rows at or before ``window`` rows: enough for every placement.
+    """
+
+    def __init__(self, chain: PackChain, position: int) -> None:
+        at = next(at for at, reader in enumerate(chain.readers) if reader.manifest.cut_at(position) is not None)
+        super().__init__(chain.readers[at:], chain.cut(position).record)
+
+    @cached_property
+    def stored(self) -> Mapping[PlaneKey, RowSet]:
+        """Plane key to the rows that are worth keeping."""
+        held = dict(super().stored)
+        for key, layer, plane in self.geometry.planes():
+            if layer.window is not None and plane.unit is Unit.TOKEN:
+                rows = self.reader.manifest.semantic(key, self.record)
+                first = max(0, rows.end - layer.window) // _ALIGN * _ALIGN
+                held[key] = held[key].intersection(RowSet.union_of((rows, RowSet.of((first, rows.end)))))
+        return held
 
 
 def kept_positions(records: Sequence[Record]) -> set[int]:

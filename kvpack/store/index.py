@@ -148,12 +148,12 @@ class Index:
 
         def once() -> Result:
             with self._lock:
-                cursor = self._connect().cursor()
-                cursor.execute("BEGIN")
-                try:
-                    return work(cursor)
-                finally:
-                    _rollback(cursor)
+                with contextlib.closing(self._connect().cursor()) as cursor:
+                    cursor.execute("BEGIN")
+                    try:
+                        return work(cursor)
+                    finally:
+                        _rollback(cursor)
 
         return self.repair(once)
 
@@ -178,6 +178,7 @@ class Index:
                         _rollback(cursor)
                         raise
                     finally:
+                        cursor.close()
                         if not durable:
                             connection.execute(f"PRAGMA synchronous={'FULL' if self._folder.durable else 'NORMAL'}")
                     if self._identity() == self._opened:

@@ -48,8 +48,10 @@ def linear(cursor: sqlite3.Cursor, names: Sequence[bytes]) -> int:
 
 
 def superseded(cursor: sqlite3.Cursor, merged: Sequence[bytes], states: Iterable[bytes]) -> tuple[bytes, ...]:
-    """Those of ``merged`` that a pack with the cuts ``states`` replaces: no pin holds them, and whatever continues them
-    finds its parent in the new pack."""
+    """Those of ``merged`` (newest first) that a pack with the cuts ``states`` replaces.
+
+    No pin holds them, and nothing else continues them, except what finds the newest one's cut in the new pack.
+    """
     kept, found = set(states), []
     for name in merged:
         rows = cursor.execute(
@@ -58,7 +60,11 @@ def superseded(cursor: sqlite3.Cursor, merged: Sequence[bytes], states: Iterable
             (name,),
         ).fetchall()
         pinned = cursor.execute("SELECT pinned FROM packs WHERE id = ?", (name,)).fetchone()
-        if pinned is not None and not pinned[0] and all(k in merged or state in kept for k, state in rows):
+        if (
+            pinned is not None
+            and not pinned[0]
+            and all(k in merged or (name == merged[0] and state in kept) for k, state in rows)
+        ):
             found.append(name)
     return tuple(found)
 

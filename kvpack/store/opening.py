@@ -46,7 +46,7 @@ def open_chain(
     cut_position: int | None = None,
     reject: Callable[[bytes], None],
 ) -> StoredPack:
-    """Open the packs ``names`` (newest first) as one chain; raises :class:`BrokenPackError` and names the one to blame."""
+    """Open the packs ``names`` (newest first) as one chain; raises BrokenPackError, which names the one to blame."""
     leases: list[int] = []
     readers: list[PackReader] = []
 

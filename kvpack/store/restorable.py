@@ -1,7 +1,8 @@
 """At which positions a pack, with its parents, can be restored: the rule ``need ⊆ stored`` of the gate, precomputed.
 
-At its cuts a pack restores by construction. Elsewhere it does where every plane's semantic rows are stored: full planes
-at any row, a ring that has not wrapped, pool keys at whole pools. States and draft layers exist at cuts only.
+At its cuts a pack restores by construction. Elsewhere it does where every plane's rows are stored: full planes at any
+row, a ring that has not wrapped, pool keys at whole pools. States and draft layers exist at cuts only. Of a sliding
+plane ``window`` rows are asked for, one more than a position means, so that a destination that rotates takes it too.
 """
 
 from __future__ import annotations
@@ -35,9 +36,16 @@ class RestorablePositions:
     def at(self, position: int) -> bool:
         """Whether ``position``, which is no cut, can be restored."""
         return self.between_cuts and all(
-            rows.contains(semantic_rows(layer, spec, position)) for layer, spec, rows in self._rules
+            rows.contains(_needed(layer, spec, position)) for layer, spec, rows in self._rules
         )
 
     def deepest(self, upto: int, above: int) -> int | None:
         """The deepest restorable position in ``(above, upto]``, or None."""
         return next((position for position in range(upto, above, -1) if self.at(position)), None)
+
+
+def _needed(layer: LayerGeometry, spec: PlaneSpec, position: int) -> RowSet:
+    rows = semantic_rows(layer, spec, position)
+    if layer.window is None or spec.unit is not Unit.TOKEN:
+        return rows
+    return RowSet.union_of((rows, RowSet.of((max(0, position - layer.window), position))))

@@ -131,8 +131,8 @@ def test_what_capture_reports(captured: dict[str, Any], tmp_path: Path) -> None:
     pack = tmp_path / "s.kvpack"
     front = kvpack.inspect(pack)
     assert set(captured) == {
-        "pack", "pack_id", "state_id", "position", "cuts", "parent", "file_bytes", "raw_bytes", "stored_bytes", "signed_by", "tokens",
-        "text", "logits_digests", "seconds",
+        "pack", "pack_id", "state_id", "position", "cuts", "parent", "file_bytes", "raw_bytes", "stored_bytes",
+        "signed_by", "tokens", "text", "logits_digests", "seconds",
     }  # fmt: skip
     assert captured["position"] == len(TEXT)
     assert captured["pack_id"] == front.pack_id.hex()

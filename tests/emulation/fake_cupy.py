@@ -273,7 +273,10 @@ class Machine:
             return len(programs)
 
         def compile_program(program: int, options: tuple[str, ...]) -> None:
-            self.count("compileProgram")
+            try:
+                self.count("compileProgram")
+            except CUDARuntimeError as error:
+                raise NVRTCError("compilation failed") from error
             self.compiled.append((programs[program], options))
 
         return SimpleNamespace(

@@ -120,6 +120,8 @@ class LayerModel:
             return False
         if self.layout.law == "chronological" and 0 < position < self.position > self.layout.capacity:
             return False
+        if self.layout.law == "rebase" and aligned(position - (self.window - 1)) < self.lost:
+            return False  # at position 0 as well, where other rings need no row
         return all(self.held(role).contains(rows) for role, rows in self.need(position).items() if role in self.rows)
 
     def rewind(self, position: int) -> None:

@@ -231,6 +231,30 @@ def test_a_rebasing_ring_takes_what_covers_its_aligned_window(tmp_path: Path, po
     assert go_on(other) == go_on(native)
 
 
+@pytest.mark.parametrize("delta", [False, True], ids=["one pack", "deltas"])
+def test_several_cuts_of_one_session_replay_each(tmp_path: Path, delta: bool) -> None:
+    """Marked while the session prefills: each cut continues as the session that was stopped there."""
+    session, positions = Session(EVERY), (WINDOW - 1, WINDOW + 1, 2 * WINDOW, 3 * WINDOW + 5)
+    cuts = []
+    for position in positions:
+        session.prefill(TOKENS[session.cache.position : position], 5)
+        cuts.append(transfer.capture(session.cache, WHO))
+    if delta:
+        kvpack.save(cuts[:2], tmp_path / "parent.kvpack")
+        with kvpack.open_pack(tmp_path / "parent.kvpack", allow_unsigned=True) as parent:
+            kvpack.save(cuts[2:], tmp_path / "child.kvpack", parent=parent.cut())
+    else:
+        kvpack.save(cuts, tmp_path / "child.kvpack")
+    for at, position in enumerate(positions):
+        path = tmp_path / ("parent.kvpack" if delta and at < 2 else "child.kvpack")
+        cut = kvpack.load(path, allow_unsigned=True, at=position, **({"parents": tmp_path} if delta else {}))
+        plain = Session(EVERY)
+        for first, end in zip((0, *positions[:at]), positions[: at + 1], strict=True):
+            plain.prefill(TOKENS[first:end], 5)
+        other = restored(Session(EVERY), cut)
+        assert go_on(other) == go_on(plain)
+
+
 def test_a_ring_below_the_window_is_refused(tmp_path: Path) -> None:
     session = Session(RINGS)
     chunks(session, 3 * WINDOW)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from blake3 import blake3
+from kvpack_cli.output import jsonable
 
 from kvpack.errors import UsageError
 from kvpack.live.sizing import cache_size
 from kvpack.model.encoding import ENCODINGS
 from kvpack.model.geometry import Geometry, LayerGeometry, PlaneGeometry, Unit
 from kvpack.model.geometry_json import MAX_LAYERS, geometry_from_json
-from kvpack_cli.output import jsonable
 from tests import synthetic
 from tests.conftest import ROOT
 
@@ -66,7 +67,8 @@ def test_each_kind_by_its_words() -> None:
         ],
         draft_layers=[{"kind": "full", "num_kv_heads": 1, "head_dim": 4, "encoding": "bf16"}],
     )  # fmt: skip
-    assert found == synthetic.EVERY_KIND
+    # The other kinds (hybrid, compressed, none) have no words of their own: their planes are written out.
+    assert found == replace(synthetic.EVERY_KIND, layers=synthetic.EVERY_KIND.layers[:10])
 
 
 def test_what_a_kind_adds() -> None:

@@ -496,6 +496,7 @@ def test_a_rebase_in_a_transaction_keeps_what_a_rollback_needs() -> None:
     assert ring_base(cache) == 4096
     cache.publish_rebase(plan)
     assert (ring_base(cache), cache.staged_length) == (8704, 8762)
+    cache.publish_rebase(plan)  # a second one finds the ring moved
     check(replace_position(cache, before))
     cache.publish_append(plan, rows_of(cache.geometry, 8762, 10), tokens=range(8762, 8772))
     assert (ring_base(cache), cache.staged_length) == (8704, 8772)
@@ -713,6 +714,26 @@ def test_growth_is_refused_before_anything_moves() -> None:
     refusal("stale-plan", lambda: publish_growth(cache(), growth))
 
 
+def test_growth_is_refused_into_another_division() -> None:
+    geometry = Geometry((recurrent(),))
+
+    def cache(max_context: int, sections: tuple[int, ...]) -> RankedCache:
+        plan = RankPlan(2, state_axes={"conv": StateAxis("channel", sections), "ssm": StateAxis("head")})
+        return RankedCache.allocate(geometry, plan, max_context=max_context)
+
+    growth = plan_growth(grow_to(cache(8, (8, 8, 16)), 5), 16)
+    refusal("layout-differs", lambda: publish_growth(cache(16, (16, 16)), growth))
+    publish_growth(cache(16, (8, 8, 16)), growth)
+
+
+def test_growth_by_a_prefix_leaves_the_logits() -> None:
+    cache = grow_to(new(NO_STATES), 9)
+    cache.cache.set_extra("logits", b"12345678", ENCODINGS["f32"], (2,))
+    larger = RankedCache.allocate(NO_STATES, ranks(2), max_context=96)
+    publish_growth(larger, plan_growth(cache, 96, 8))
+    assert larger.capture(WHO).record.extras == ()
+
+
 def test_growth_needs_the_window_and_the_state() -> None:
     cache = hydrate(ring_cache(degree=1), 8250, 8192)
     error = refusal("lapped", lambda: plan_growth(cache, 20_000, 8000))
@@ -724,7 +745,8 @@ def test_growth_needs_the_window_and_the_state() -> None:
 def test_growth_that_fails_midway_leaves_an_empty_cache() -> None:
     source = grow_to(new(NO_STATES, 2), 5)
     device = FailingDevice()
-    larger = RankedCache.allocate(NO_STATES, ranks(2), max_context=96, device=device)
+    host = HostDevice()
+    larger = RankedCache.allocate(NO_STATES, ranks(2), max_context=96, device=lambda rank: (host, device)[rank])
     device.failing = True
     with pytest.raises(ResourceError):
         publish_growth(larger, plan_growth(source, 96))
