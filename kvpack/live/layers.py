@@ -21,7 +21,7 @@ from kvpack.live.rings import Chronological, PinnedRing, RotatingRing
 from kvpack.live.sizing import plane_parts, plane_size
 from kvpack.model.geometry import LayerGeometry, PlaneKey, Unit
 from kvpack.model.layout import LayerLayout
-from kvpack.model.planes import PlaneSpec
+from kvpack.model.planes import TAIL_ROLES, PlaneSpec
 from kvpack.model.ranges import RowSet
 
 __all__ = ["LayerAppend", "LayerState", "LiveLayer", "LivePlane", "empty_state", "new_placement"]
@@ -72,14 +72,9 @@ class LayerAppend:
 def new_placement(layer: LayerGeometry, layout: LayerLayout, max_context: int) -> Placement | None:
     """An empty placement of ``layout``'s law; None for a layer without token planes.
 
-    Raises CompatibilityError ``bad-layout`` for a law that the kind cannot have, ``unknown-law`` for an unknown one,
-    ``unsupported-kind`` for a compressed layer.
+    Raises CompatibilityError ``bad-layout`` for a law that the kind cannot have, ``unknown-law`` for an unknown one.
     """
-    if layer.kind == "compressed":
-        raise CompatibilityError(
-            "unsupported-kind", "a live cache cannot compress the rows of a layer", field="kind", found=layer.kind
-        )
-    if layer.kind not in ("full", "sliding", "latent", "hybrid"):
+    if layer.kind not in ("full", "sliding", "latent", "hybrid", "compressed"):
         return None
     capacity, window = layout.capacity, layer.window
     if layout.law == "linear":
@@ -111,7 +106,7 @@ def new_placement(layer: LayerGeometry, layout: LayerLayout, max_context: int) -
 def empty_state(geometry: LayerGeometry, layout: LayerLayout, max_context: int, index_rows: int | None) -> LayerState:
     """The state of a layer that holds nothing."""
     pool = None
-    if geometry.kind == "latent" and geometry.pool is not None and geometry.pool > 1:
+    if geometry.pool is not None and any(plane.base_role in TAIL_ROLES for plane in geometry.planes):
         pool = PoolRing(pool_ring_rows(max_context, index_rows), geometry.pool, max_context)
     return LayerState(new_placement(geometry, layout, max_context), pool)
 
@@ -175,7 +170,7 @@ class LiveLayer:
 
     def token_planes(self) -> Iterator[LivePlane]:
         """Planes that the layer's placement places: not the indexer's tail, which has a ring of its own."""
-        return (p for p in self.keys(Unit.TOKEN) if p.spec.base_role != "index_tail")
+        return (p for p in self.keys(Unit.TOKEN) if not p.spec.is_tail)
 
     def fresh_state(self, max_context: int, index_rows: int | None) -> LayerState:
         """The state of this layer when it holds nothing."""
@@ -206,7 +201,7 @@ class LiveLayer:
 
     @staticmethod
     def _placement_of(plane: LivePlane, state: LayerState) -> Placement:
-        placement = state.pool if plane.spec.base_role == "index_tail" else state.placement
+        placement = state.pool if plane.spec.is_tail else state.placement
         if placement is None:
             raise InstallError("no-token-axis", f"{plane.spec.key} has no rows", plane=str(plane.spec.key))
         return placement
@@ -302,7 +297,7 @@ class LiveLayer:
                 self.device.write(plane.buffer, 0, given)
             elif spec.unit is Unit.POOL and given is not None and given.nbytes:
                 self.write_rows(plane, plan.first_key, given, plan.after)
-            elif spec.base_role == "index_tail" and given is not None:
+            elif spec.is_tail and given is not None:
                 # A ring narrower than the call takes the rows step by step; later steps overwrite rows whose key is
                 # final.
                 for step in plan.pool_steps:

@@ -86,7 +86,7 @@ class CacheSize:
 
 def default_layout(layer: LayerGeometry, max_context: int) -> LayerLayout:
     """The usual layout of a kind: linear where rows grow, a rotating ring of the window where they slide."""
-    if layer.kind in ("sliding", "hybrid") and layer.window is not None:
+    if layer.kind in ("sliding", "hybrid", "compressed") and layer.window is not None:
         if layer.sink is not None:
             return LayerLayout("pinned", min(layer.sink + layer.window, max(max_context, layer.sink + 1)))
         return LayerLayout("modulo", min(layer.window, max_context))
@@ -131,7 +131,7 @@ def plane_size(
     if spec.unit is Unit.POOL:
         pool = layer.pool or 1
         return PlaneSize(spec.key, max(1, max_context // pool), spec.row_bytes, "token", pool)
-    if layer.kind == "latent" and spec.base_role == "index_tail":
+    if spec.is_tail:
         rows = pool_ring_rows(max_context, index_rows)
         return PlaneSize(spec.key, rows or max_context, spec.row_bytes, "fixed" if rows else "token")
     growth = "token" if layout.law in GROWING_LAWS else "ring"

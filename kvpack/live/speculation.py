@@ -110,7 +110,7 @@ class Speculation:
                 yield from self._kept(layer, plane, state.placement, tokens)
         if state.pool is not None and not state.pool.is_flat:
             for plane in layer.keys(Unit.TOKEN):
-                if plane.spec.base_role == "index_tail":
+                if plane.spec.is_tail:
                     yield from self._kept_pool_rows(layer, plane, tokens)
 
     def _kept(self, layer: LiveLayer, plane: LivePlane, placement: Placement, tokens: int) -> Iterator[_KeptRows]:
@@ -278,7 +278,7 @@ class _TakenRows:
     index_rows: frozenset[int]
 
     def of(self, plane: LivePlane) -> frozenset[int]:
-        return self.index_rows if plane.spec.base_role == "index_tail" else self.rows
+        return self.index_rows if plane.spec.is_tail else self.rows
 
 
 def _partial(layer: LiveLayer, saved: LayerState, begin: int, accepted: int) -> tuple[LayerState, _TakenRows | None]:

@@ -169,7 +169,8 @@ class LayerGeometry:
 
     ``window`` and ``sink`` belong to ``sliding``, ``pool``, ``kv_rank`` and ``rope_dim`` to ``latent``, ``source`` to
     ``shared``; ``hybrid`` (attention and states side by side) may have a ``window``, ``compressed`` (sliding keys that
-    are their own values, and entries of ``pool`` tokens each) has both ``window`` and ``pool``. ``rope`` names an entry of the geometry's ``ropes``; None means that rows carry no rotation.
+    are their own values, and entries of ``pool`` tokens each) has both ``window`` and ``pool``. ``rope`` names an entry
+    of the geometry's ``ropes``; None means that rows carry no rotation.
     Round trip: ``from_wire(to_wire(x)) == x``.
     """
 

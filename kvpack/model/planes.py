@@ -16,6 +16,7 @@ from kvpack.model.ranges import RowSet
 __all__ = [
     "BLOCK_BYTES",
     "LOGITS",
+    "TAIL_ROLES",
     "TOKENS",
     "PlaneSpec",
     "needed_rows",
@@ -27,7 +28,7 @@ __all__ = [
 
 BLOCK_BYTES: Final = 1 << 20
 # Rows that wait for their pool to fill.
-_TAIL_ROLES: Final = ("index_tail", "tail_kv", "tail_gate")
+TAIL_ROLES: Final = ("index_tail", "tail_kv", "tail_gate")
 TOKENS: Final = PlaneKey(Scope.SESSION.value, -1, "tokens")
 LOGITS: Final = PlaneKey(Scope.SESSION.value, -1, "logits")
 
@@ -47,6 +48,11 @@ class PlaneSpec:
     def base_role(self) -> str:
         """The role without its suffix: ``conv`` of ``conv.1``."""
         return self.key.role.partition(".")[0]
+
+    @property
+    def is_tail(self) -> bool:
+        """Whether its rows wait for their pool to fill, and are dead once the pool's key or entry is final."""
+        return self.base_role in TAIL_ROLES
 
     @property
     def axis_bytes(self) -> int:
@@ -97,7 +103,7 @@ def semantic_rows(layer: LayerGeometry, spec: PlaneSpec, position: int) -> RowSe
         return RowSet.of((0, spec.rows or 0))
     if spec.unit is Unit.POOL:
         return RowSet.of((0, position // (layer.pool or 1)))
-    if spec.base_role in _TAIL_ROLES and layer.pool is not None:
+    if spec.is_tail and layer.pool is not None:
         return RowSet.of((position // layer.pool * layer.pool, position))
     if layer.window is not None:
         return RowSet.of((0, min(position, layer.sink or 0)), (max(0, position - (layer.window - 1)), position))

@@ -49,8 +49,11 @@ class NVRTCError(RuntimeError): ...
 @dataclass
 class Operation:
     run: Callable[[], None]
-    ready: Callable[[], bool]
     needs: Stamp | None = None
+    touches: tuple[tuple[int, int], ...] = ()
+
+    def may_touch(self, address: int, nbytes: int) -> bool:
+        return any(low < address + nbytes and address < high for low, high in self.touches)
 
 
 @dataclass(eq=False)
@@ -75,13 +78,11 @@ class Stream:
         self.machine.count("wait_event")
         stamp = event.stamp
         if stamp is not None:
-            self.put(lambda: None, lambda: stamp.done, stamp)
+            self.put(lambda: None, needs=stamp)
 
-    def put(
-        self, run: Callable[[], None], ready: Callable[[], bool] = lambda: True, needs: Stamp | None = None
-    ) -> None:
+    def put(self, run: Callable[[], None], *touches: tuple[int, int], needs: Stamp | None = None) -> None:
         with self.machine.lock:
-            self.waiting.append(Operation(run, ready, needs))
+            self.waiting.append(Operation(run, needs, touches))
             self.machine.step()
 
     def __enter__(self) -> Stream:
@@ -147,7 +148,10 @@ class Machine:
 
     def run_one(self, stream: Stream) -> bool:
         """Run the next operation of a stream, if it may run."""
-        if not stream.waiting or not stream.waiting[0].ready():
+        if not stream.waiting:
+            return False
+        needs = stream.waiting[0].needs
+        if needs is not None and not needs.done:
             return False
         stream.waiting.popleft().run()
         return True
@@ -205,17 +209,19 @@ class Machine:
 
     def free(self, address: int) -> None:
         # cudaFree happens to wait for the device; nothing may count on it.
-        assert self.idle(), "memory was freed while work was in flight"
-        array, _ = self.device.pop(address)
-        array[:] = RUBBISH
+        self.take_back(self.device, address)
 
     def host_alloc(self, nbytes: int, flags: int) -> int:
         self.count("hostAlloc")
         return self.memory(self.pinned, nbytes)
 
     def free_host(self, address: int) -> None:
-        assert self.idle(), "pinned memory was freed while work was in flight"
-        array, _ = self.pinned.pop(address)
+        self.take_back(self.pinned, address)
+
+    def take_back(self, pool: dict[int, tuple[NDArray[np.uint8], int]], address: int) -> None:
+        array, nbytes = pool.pop(address)
+        waiting = [operation for stream in self.streams for operation in stream.waiting]
+        assert not any(each.may_touch(address, nbytes) for each in waiting), "memory was freed while work needs it"
         array[:] = RUBBISH
 
     def holds(self, pool: dict[int, tuple[NDArray[np.uint8], int]], address: int, nbytes: int) -> bool:
@@ -233,12 +239,15 @@ class Machine:
             assert found, f"a copy of {nbytes} bytes outside of {'pinned' if on_host else 'device'} memory"
         if kind == 3:
             assert abs(target - source) >= nbytes, "a copy within the device between ranges that overlap"
-        self.find_stream(stream).put(lambda: ctypes.memmove(target, source, nbytes) and None)
+        ranges = (target, target + nbytes), (source, source + nbytes)
+        self.find_stream(stream).put(lambda: ctypes.memmove(target, source, nbytes) and None, *ranges)
 
     def memset(self, address: int, value: int, nbytes: int, stream: int) -> None:
         self.count("memsetAsync")
         assert self.is_device(address, nbytes)
-        self.find_stream(stream).put(lambda: ctypes.memset(address, value, nbytes) and None)
+        self.find_stream(stream).put(
+            lambda: ctypes.memset(address, value, nbytes) and None, (address, address + nbytes)
+        )
 
     # --- kernels
 
@@ -248,7 +257,8 @@ class Machine:
         order = "threaded" if source == "blake3" else self.random.choice(("forward", "reverse", "shuffled"))
         values = [TYPES[str(argument.dtype)](int(argument)) for argument in arguments]
         stream = self.current.streams[-1]
-        stream.put(lambda: emulated(source).launch(kernel, grid[0], block[0], *values, order=order))
+        anything = 0, 1 << 64
+        stream.put(lambda: emulated(source).launch(kernel, grid[0], block[0], *values, order=order), anything)
 
     def module(self, path: str) -> SimpleNamespace:
         image = Path(path).read_bytes()

@@ -83,9 +83,14 @@ def digests(cache: LiveCache) -> list[str]:
     return [blake3(plane.buffer.array).hexdigest() for _, plane in cache.generation.every_plane()]
 
 
-def streamed(cache: LiveCache, path: Path) -> None:
-    with transfer.holding(cache, WHO) as live:
-        kvpack.save(live, path, codec="raw")
+def captures(cache: LiveCache, path: Path) -> dict[str, int]:
+    """The growth of a streaming capture, and of one in memory."""
+
+    def stream() -> None:
+        with transfer.holding(cache, WHO) as live:
+            kvpack.save(live, path, codec="raw")
+
+    return {"capture": growth(stream), "capture in memory": growth(lambda: transfer.capture(cache, WHO))}
 
 
 def measure(path: Path) -> dict[str, object]:
@@ -95,9 +100,7 @@ def measure(path: Path) -> dict[str, object]:
     fill(cache)
     wanted = digests(cache)
 
-    report["capture"] = growth(lambda: streamed(cache, path))
-    report["capture in memory"] = growth(lambda: transfer.capture(cache, WHO))
-    report["file"] = path.stat().st_size
+    report |= captures(cache, path) | {"file": path.stat().st_size}
     del cache
     gc.collect()
     with kvpack.open_pack(path, allow_unsigned=True) as pack:

@@ -148,6 +148,26 @@ def test_rows_of_a_wrapped_ring_land_where_sequential_appends_put_them() -> None
     assert digest(narrow) == before
 
 
+@pytest.mark.parametrize("position", [0, 1, 3, 4, 9, 29])
+@pytest.mark.parametrize(
+    "layer",
+    [synthetic.compressed(), synthetic.compressed(pool=1), synthetic.hybrid(), synthetic.hybrid(8)],
+    ids=["compressed", "compressed-1", "hybrid", "hybrid-8"],
+)
+def test_layers_of_several_kinds_of_state_come_back_whole(layer: LayerGeometry, position: int) -> None:
+    geometry = Geometry((layer, LayerGeometry("none", ())))
+    producer = new(geometry, index_rows=8)
+    if position:
+        producer.append(position)
+    cut = transfer.capture(producer.cache, WHO)
+    other = new(geometry)
+    transfer.install(other.cache, cut, WHO)
+    if position:
+        check(cut)
+        other.append(5)
+        check(transfer.capture(other.cache, WHO))
+
+
 @pytest.mark.parametrize("position", [0, 1, 7, 8, 9, 15, 16, 17, 29, 64])
 def test_install_then_continue_equals_never_having_left(position: int) -> None:
     producer = new(MIXED, index_rows=8)
