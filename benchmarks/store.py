@@ -1,8 +1,8 @@
 """How long a local store needs for an answer: `python benchmarks/store.py [--entries 1000000]`.
 
 The index is filled directly with so many entries (rows of packs, cuts and nodes; every tenth shares a system prompt),
-among them one real pack of 131,072 tokens. ``longest`` is then asked with 131,072 tokens: a hit of all of them, a hit of
-three quarters that ends between two nodes, a miss. Figures are medians and 95th percentiles in milliseconds.
+among them one real pack of 131,072 tokens. ``longest`` is then asked with as many: a hit of all of them, a hit of three
+quarters that ends between two nodes, a miss. Figures are medians and 95th percentiles in milliseconds.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def fill(store: LocalStore, entries: int, shared: list[bytes]) -> None:
 
     def work(cursor: object) -> None:
         cursor.executemany(  # type: ignore[attr-defined]
-            "INSERT INTO packs (number, id, bytes, tail_bytes, position, created, used, signed, numerics, kept, content)"
+            "INSERT INTO packs"
+            " (number, id, bytes, tail_bytes, position, created, used, signed, numerics, kept, content)"
             " VALUES (?,?,?,?,?,?,?,?,?,?,?)",
             packs(),
         )

@@ -21,8 +21,6 @@ from kvpack_cli.options import (
     FILE,
     allow_unsigned_option,
     capacity_for,
-    codec_option,
-    force_option,
     json_option,
     model_options,
     parents_option,
@@ -121,8 +119,14 @@ Without a model, in a plain cache in main memory:
     "--append", type=click.IntRange(min=1), metavar="N", help="host: go on for N tokens, of a pack that synth made."
 )
 @click.option("--recapture", type=FILE, metavar="OUT", help="host: capture the cache again, to a new pack.")
-@codec_option
-@force_option
+@click.option(
+    "--codec",
+    type=click.Choice(["raw", "zstd", "split"]),
+    default="split",
+    show_default=True,
+    help="host: of the pack that --recapture writes.",
+)
+@click.option("--force", is_flag=True, help="host: --recapture replaces an existing file.")
 @json_option
 @click.pass_obj
 @click.pass_context

@@ -100,9 +100,9 @@ def force_option(command: _Command) -> _Command:
 
 def parents_option(command: _Command) -> _Command:
     """``--parents``: where the packs lie that a delta continues."""
-    return click.option(
-        "--parents", type=FILE, metavar="DIR", help="The folder of the packs that a delta continues, for a delta."
-    )(command)
+    return click.option("--parents", type=FILE, metavar="DIR", help="Where the packs lie that a delta continues.")(
+        command
+    )
 
 
 def require_ascending(positions: Sequence[int], begin: int, end: int, option: str) -> tuple[int, ...]:

@@ -64,7 +64,9 @@ fixtures/geometries/README.md describes every key. The geometry of any pack:
     help="Tokens whose state the pack holds.",
 )
 @positions_option("--cuts", metavar="A,B", help="Earlier positions to restore at as well.")
-@click.option("--seed", type=click.IntRange(0, (1 << 64) - 1), default=0, show_default=True, help="Which session.")
+@click.option(
+    "--seed", type=click.IntRange(0, (1 << 64) - 1), default=0, show_default=True, metavar="S", help="Which session."
+)
 @codec_option
 @sign_option
 @force_option

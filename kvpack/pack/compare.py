@@ -94,8 +94,8 @@ class PackComparison:
 def compare_packs(a: PackChain, b: PackChain) -> PackComparison:
     """Compare two packs (deltas with their parents).
 
-    Rows are compared at the last position at which both have a cut, then those that the last cuts of both mean; states
-    only at a common position. Raises what reading a tile raises.
+    Rows are compared at every position at which both have a cut, the first one first, then those that the last cuts of
+    both mean; states only at a common position. Raises what reading a tile raises.
     """
     front_a, front_b = a.readers[0].manifest, b.readers[0].manifest
     geometry = next(_parts("", front_a.geometry.to_wire(), front_b.geometry.to_wire()), None)
@@ -103,7 +103,7 @@ def compare_packs(a: PackChain, b: PackChain) -> PackComparison:
     shared = [at for at in a.positions if at in b.positions]
     pairs = {at: (a.cut(at), b.cut(at)) for at in shared}
     newest = _Sides(a.cut(), b.cut())
-    sessions = [_Sides(*pairs[shared[-1]])] if shared else []
+    sessions = [_Sides(*pair) for pair in pairs.values()]
     if not shared or (newest.a.record.position, newest.b.record.position) != (shared[-1], shared[-1]):
         sessions.append(newest)
     encrypted = [name for name, side in (("the first", a), ("the second", b)) if _is_encrypted(side)]

@@ -24,13 +24,14 @@ from kvpack.pack.view import MAX_CHAIN, PackChain, PackCut
 from kvpack.pack.writer import EncodedTile, Signer, TileCopy, write_into
 from kvpack.store import lineage
 from kvpack.store.objects import Temporary
-from kvpack.store.prefix import ContentField, Tokens
+from kvpack.store.prefix import BLOCK_TOKENS, ContentField, Tokens
 from kvpack.store.protocol import Entry, Store, StoredPack
 from kvpack.store.putting import manifest_bound, plane_bytes, store_pack, tokens_of
 from kvpack.store.record import (
     BETWEEN,
     CUT,
     LOGITS_HERE,
+    ON_THE_WAY,
     RESTORES,
     NodeRow,
     Record,
@@ -250,19 +251,22 @@ def _nodes(manifest: Manifest, records: Sequence[Record], base: PackCut | None) 
     positions = restorable_positions(manifest, base)
     least = manifest.parent.position if manifest.parent is not None else 0
     logits = {cut.position for record in records for cut in record.cuts if cut.logits}
-    found: dict[tuple[bytes, int, bytes], NodeRow] = {}
+    found: dict[tuple[bytes, bytes], NodeRow] = {}
     for row in (row for record in records for row in record.nodes):
         at, flags = row.position, 0
         if manifest.cut_at(at) is not None:
             flags |= RESTORES | CUT | (LOGITS_HERE if at in logits else 0)
         elif at > least and positions.at(at):
             flags |= RESTORES
-        if not row.tail and positions.between_cuts and (at == 0 or positions.at(at)):
+        if row.tail <= 0 and positions.between_cuts and (at == 0 or positions.at(at)):
             flags |= BETWEEN
-        if not flags or (at < least and not flags & BETWEEN):
+        if row.tail > 0 and not flags:
             continue
-        name = (row.node, row.tail, row.key if row.tail else b"")
+        if at < least // BLOCK_TOKENS * BLOCK_TOKENS:
+            continue
+        tail = max(0, row.tail) if flags else ON_THE_WAY
+        name = (row.node, row.key if tail > 0 else b"")
         known = found.get(name)
         if known is None or not known.key:  # a later pack knows which token follows
-            found[name] = NodeRow(row.node, row.tail, row.key, at, flags)
+            found[name] = NodeRow(row.node, tail, row.key if flags else b"", at, flags)
     return tuple(found.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvpack.model.identity import Identity
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Finder", "usable_chain"]
 
 _log = logging.getLogger("kvpack.store")
+_AT_ONCE: Final = 64
 _CANDIDATES: Final = 16
 _COMPARED: Final = 2
 """How many packs are compared token by token behind a shared node: the newest ones."""
@@ -52,7 +53,7 @@ class Finder:
     def find(self) -> Hit | None:
         """The hit, or None."""
         blocks = self._limit // BLOCK_TOKENS
-        for block in self._store.index.read(lambda cursor: index.present(cursor, self._chain.nodes[: blocks + 1])):
+        for block in answering_blocks(self._store, self._chain.nodes[: blocks + 1]):
             for position, found in self._under(block):
                 chain = usable_chain(self._store, found.pack_id)
                 if chain:
@@ -115,6 +116,17 @@ class Finder:
             tokens=self._chain.ids,
             count=lambda: self._store.count_hit(names),
         )
+
+
+def answering_blocks(store: LocalStore, nodes: Sequence[bytes]) -> Iterator[int]:
+    """The blocks of a chain at or behind which some pack restores, the deepest first."""
+    end = store.index.read(lambda cursor: index.deepest_known(cursor, nodes))
+    while end > 0:
+        first = max(0, end - _AT_ONCE)
+        part = nodes[first:end]
+        for at in store.index.read(lambda cursor, part=part: index.answering(cursor, part)):  # type: ignore[misc]
+            yield first + at
+        end = first
 
 
 def usable_chain(store: LocalStore, pack_id: bytes) -> list[tuple[int, bytes, int]]:

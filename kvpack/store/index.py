@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
+from weakref import WeakSet
 
 from kvpack.errors import StoreError
 from kvpack.store.objects import ObjectFolder
@@ -25,6 +26,7 @@ __all__ = ["Candidate", "Index"]
 
 _VERSION: Final = 1
 _BUSY_SECONDS: Final = 60
+_CACHE_KIB: Final = 16384
 _SCHEMA: Final = """
 CREATE TABLE clock (tick INTEGER NOT NULL);
 INSERT INTO clock VALUES (1);
@@ -73,6 +75,7 @@ class Index:
         self._lock = threading.RLock()
         self._connection: sqlite3.Connection | None = None
         self._opened: tuple[int, int, int] | None = None
+        _open_indexes.add(self)
 
     def close(self) -> None:
         """Close the connection of this process."""
@@ -147,13 +150,12 @@ class Index:
         """Run ``work`` on one snapshot; raises sqlite3.Error."""
 
         def once() -> Result:
-            with self._lock:
-                with contextlib.closing(self._connect().cursor()) as cursor:
-                    cursor.execute("BEGIN")
-                    try:
-                        return work(cursor)
-                    finally:
-                        _rollback(cursor)
+            with self._lock, contextlib.closing(self._connect().cursor()) as cursor:
+                cursor.execute("BEGIN")
+                try:
+                    return work(cursor)
+                finally:
+                    _rollback(cursor)
 
         return self.repair(once)
 
@@ -187,10 +189,32 @@ class Index:
         return self.repair(once)
 
 
+_open_indexes: WeakSet[Index] = WeakSet()
+_held_for_fork: list[Index] = []
+
+
+def _before_fork() -> None:
+    # SQLite's own record of the locks that a process has would be wrong in the child: no connection crosses a fork.
+    for opened in list(_open_indexes):
+        opened._lock.acquire()
+        opened.close()
+        _held_for_fork.append(opened)
+
+
+def _after_fork() -> None:
+    while _held_for_fork:
+        _held_for_fork.pop()._lock.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
+
+
 def _open(path: Path, durable: bool) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
     try:
         connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute(f"PRAGMA cache_size=-{_CACHE_KIB}")
         connection.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
     except BaseException:
         connection.close()
@@ -284,19 +308,25 @@ def used_bytes(cursor: sqlite3.Cursor) -> tuple[int, int]:
     return packs, cursor.execute("SELECT COALESCE(SUM(bytes), 0) FROM reservations").fetchone()[0]
 
 
-def present(cursor: sqlite3.Cursor, nodes: Sequence[bytes]) -> list[int]:
-    """Which of ``nodes`` have anything under them, by their place in the list, the last first."""
-    found: list[int] = []
-    for end in range(len(nodes), 0, -16384):
-        first = max(0, end - 16384)
-        values = ",".join(f"({at},?)" for at in range(first, end))
-        rows = cursor.execute(
-            f"WITH want(at, node) AS (VALUES {values}) SELECT at FROM want"
-            " WHERE EXISTS (SELECT 1 FROM nodes WHERE nodes.node = want.node) ORDER BY at DESC",
-            nodes[first:end],
-        )
-        found += [at for (at,) in rows]
-    return found
+def deepest_known(cursor: sqlite3.Cursor, nodes: Sequence[bytes]) -> int:
+    """How many of ``nodes`` any pack passes, from the first on: a node is known only where those before it are."""
+    known, unknown = 0, len(nodes) + 1
+    while unknown - known > 1:
+        middle = (known + unknown) // 2
+        row = cursor.execute("SELECT 1 FROM nodes WHERE node = ? LIMIT 1", (nodes[middle - 1],)).fetchone()
+        known, unknown = (middle, unknown) if row is not None else (known, middle)
+    return known
+
+
+def answering(cursor: sqlite3.Cursor, nodes: Sequence[bytes]) -> list[int]:
+    """Which of ``nodes`` (at most some thousands) have packs that restore at them or behind them, the last first."""
+    values = ",".join(f"({at},?)" for at in range(len(nodes)))
+    rows = cursor.execute(
+        f"WITH want(at, node) AS (VALUES {values}) SELECT at FROM want"
+        " WHERE EXISTS (SELECT 1 FROM nodes WHERE nodes.node = want.node AND tail >= 0) ORDER BY at DESC",
+        nodes,
+    )
+    return [at for (at,) in rows]
 
 
 def tails(cursor: sqlite3.Cursor, node: bytes, most: int) -> list[int]:

@@ -21,10 +21,10 @@ from kvpack.pack.reader import PackReader
 from kvpack.pack.view import MAX_CHAIN, PackCut
 from kvpack.pack.writer import Signer, write_into
 from kvpack.store import index, lineage
-from kvpack.store.finding import usable_chain
+from kvpack.store.finding import answering_blocks, usable_chain
 from kvpack.store.objects import RECORD, Temporary, copy_bytes
 from kvpack.store.opening import require_sound
-from kvpack.store.prefix import ContentField, TokenChain, Tokens, numerics_digest, token_ids
+from kvpack.store.prefix import BLOCK_TOKENS, ContentField, TokenChain, Tokens, numerics_digest, token_ids
 from kvpack.store.protocol import Entry, StoredPack
 from kvpack.store.record import CUT, LOGITS_HERE, Record, describe
 from kvpack.store.space import Removal, reserve
@@ -135,16 +135,21 @@ def _stored_already(store: LocalStore, chain: TokenChain, cuts: Sequence[CutView
 def _predecessor(store: LocalStore, chain: TokenChain, before: int) -> bytes | None:
     """The stored pack whose deepest cut lies on ``chain`` below ``before``: what the new pack continues."""
 
-    def work(cursor: sqlite3.Cursor) -> bytes | None:
-        for block in index.present(cursor, chain.nodes):
-            for tail in [*index.tails(cursor, chain.nodes[block], 255), 0]:
-                node, at, key = chain.nodes[block], tail, chain.final(block, tail) if tail else None
-                found = index.candidates(cursor, node, at, key, CUT, 1)
-                if found and found[0].position < before:
-                    return found[0].pack_id
-        return None
+    for block in answering_blocks(store, chain.nodes):
+        found = store.index.read(lambda cursor, block=block: _cut_under(cursor, chain, block, before))  # type: ignore[misc]
+        if found is not None:
+            return found
+    return None
 
-    return store.index.read(work)
+
+def _cut_under(cursor: sqlite3.Cursor, chain: TokenChain, block: int, before: int) -> bytes | None:
+    most = min(len(chain) - block * BLOCK_TOKENS, BLOCK_TOKENS - 1)
+    for tail in [*index.tails(cursor, chain.nodes[block], most), 0]:
+        key = chain.final(block, tail) if tail else None
+        for found in index.candidates(cursor, chain.nodes[block], tail, key, CUT, 1):
+            if found.position < before:
+                return found.pack_id
+    return None
 
 
 def manifest_bound(manifest: Manifest) -> int:

@@ -24,7 +24,17 @@ from kvpack.store.prefix import BLOCK_TOKENS, TokenChain, numerics_digest
 from kvpack.store.protocol import EntryCut
 from kvpack.store.restorable import RestorablePositions
 
-__all__ = ["BETWEEN", "CUT", "LOGITS_HERE", "RESTORES", "NodeRow", "Record", "describe", "restorable_positions"]
+__all__ = [
+    "BETWEEN",
+    "CUT",
+    "LOGITS_HERE",
+    "ON_THE_WAY",
+    "RESTORES",
+    "NodeRow",
+    "Record",
+    "describe",
+    "restorable_positions",
+]
 
 _VERSION: Final = 1
 RESTORES: Final = 1
@@ -35,13 +45,15 @@ LOGITS_HERE: Final = 4
 """That cut has the last logits."""
 BETWEEN: Final = 8
 """It restores at positions behind this node too: compare the tokens."""
+ON_THE_WAY: Final = -1
 
 
 @dataclass(frozen=True)
 class NodeRow:
     """One way to find a pack: ``tail`` tokens behind ``node``.
 
-    ``key`` is the final node where ``tail`` is not 0, else the hint of the token that follows in the pack.
+    ``key`` is the final node where ``tail`` is not 0, else the hint of the token that follows in the pack. A ``tail``
+    of ``ON_THE_WAY`` only says that the pack passes here: so that a node is known exactly if all before it are.
     """
 
     node: bytes
@@ -140,7 +152,7 @@ def _cut(wire: WireMap) -> EntryCut:
 def _node(entry: object) -> NodeRow:
     if isinstance(entry, list) and len(entry) == 5:
         node, tail, key, position, flags = entry
-        numbers = all(type(n) is int and n >= 0 for n in (tail, position, flags))
+        numbers = all(type(n) is int for n in (tail, position, flags)) and tail >= ON_THE_WAY
         if isinstance(node, bytes) and isinstance(key, bytes) and numbers:
             return NodeRow(node, tail, key, position, flags)
     raise StoreError("bad-record", "a record has a malformed node")
@@ -172,6 +184,8 @@ def node_rows(manifest: Manifest, chain: TokenChain, positions: RestorablePositi
         if flags:
             hint = chain.hint(block) if at < manifest.position else b""
             rows.append(NodeRow(chain.nodes[block], 0, hint, at, flags))
+        else:
+            rows.append(NodeRow(chain.nodes[block], ON_THE_WAY, b"", at, 0))
     for at, cut in cuts.items():
         node, tail, key = chain.key_at(at)
         if tail:

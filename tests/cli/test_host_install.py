@@ -244,7 +244,7 @@ def test_ranks_that_do_not_fit(made: Any, host: Any) -> None:
     for ranks, code in ((3, "ranks-do-not-divide"), (8, "head-split")):
         assert host("a.kvpack", "--tensor-parallel", ranks).refused(14, code)["layer"] == 0
     host("a.kvpack", "--replicate-heads").refused(2, "usage")
-    host("a.kvpack", "--tensor-parallel", 2, "--append", 5, "--ring", 8).refused(18, "beyond-headroom")
+    host("a.kvpack", "--tensor-parallel", 2, "--append", 5, "--ring", 8).refused(18, "lapped")
     made("a.kvpack", 40)
     host("a.kvpack", "--tensor-parallel", 2).refused(14, "ranked-draft")
 

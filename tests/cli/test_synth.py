@@ -167,6 +167,15 @@ def test_an_append_brings_what_a_longer_cut_holds() -> None:
     assert SyntheticRows(5).tokens(3, 9) == list(longer.rows(TOKENS, 3, 9).cast("i"))
 
 
+def test_the_help_shows_a_geometry_that_works(kvpack_here: Here, made: Any, tmp_path: Path) -> None:
+    text = kvpack_here.good("synth", "--help").out
+    begin = text.index('{"templates"')
+    geometry, _ = json.JSONDecoder().raw_decode(text[begin:])
+    (tmp_path / "help.json").write_text(json.dumps(geometry))
+    assert made("a.kvpack", 5, geometry=tmp_path / "help.json")["position"] == 5
+    assert len(kvpack.inspect(tmp_path / "a.kvpack").manifest.geometry.layers) == 55
+
+
 def test_what_it_refuses(kvpack_here: Here, tmp_path: Path) -> None:
     (tmp_path / "not.json").write_text("{")
     (tmp_path / "deep.json").write_text("[" * 100_000)

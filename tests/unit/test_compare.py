@@ -122,6 +122,7 @@ def test_tiles_that_were_split_elsewhere_are_read(tmp_path: Path, row: int) -> N
     # The control: without the change the state id settles it.
     same = compared(tmp_path, cuts, cuts[2])
     assert (same.rows, same.same_state_at, same.equal) == (None, (29,), False)
+    assert same.bytes_read == 2 * 4 * 29  # the tokens, which a state id does not name
 
 
 def test_sessions_of_different_lengths_agree_on_what_both_mean(tmp_path: Path) -> None:
@@ -138,6 +139,24 @@ def test_sessions_of_different_lengths_agree_on_what_both_mean(tmp_path: Path) -
     assert (parted.rows.position_a, parted.rows.position_b) == (20, 24)
     # Row 15 has left the longer session's window: nobody can say that it differs.
     assert compared(tmp_path, changed(short, PlaneKey("layer", 1, "v"), 15), long).rows is None
+
+
+@pytest.mark.parametrize(("at", "key", "row"), [
+    (5, PlaneKey("layer", 2, "ssm"), 17),
+    (12, PlaneKey("layer", 2, "conv"), 3),
+    (12, PlaneKey("layer", 1, "k"), 6),
+    (12, LOGITS, 9),
+    (29, PlaneKey("layer", 2, "ssm"), 479),
+])  # fmt: skip
+def test_a_difference_in_one_of_several_cuts(tmp_path: Path, at: int, key: PlaneKey, row: int) -> None:
+    geometry = Geometry((synthetic.full(), synthetic.sliding(8), synthetic.recurrent()))
+    cuts = {position: synthetic.make_cut(geometry, position) for position in (5, 12, 29)}
+    assert compared(tmp_path, tuple(cuts.values()), tuple(cuts.values())).equal
+    found = compared(tmp_path, tuple(cuts.values()), tuple({**cuts, at: changed(cuts[at], key, row)}.values()))
+    assert not found.equal
+    assert found.rows is not None
+    assert (found.rows.key, found.rows.row) == (key, row)
+    assert (found.rows.position_a, found.rows.position_b) == (at, at)
 
 
 def test_rows_behind_the_last_common_cut_are_compared_too(tmp_path: Path) -> None:

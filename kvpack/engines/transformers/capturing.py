@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpack.engines.transformers import on_device
 from kvpack.engines.transformers.caches import LiveCache, describe, described_after, geometry_of, survey
 from kvpack.engines.transformers.identification import identify, with_cache
 from kvpack.engines.transformers.layers import HeldState
@@ -194,7 +195,12 @@ def _layer_planes(live: LiveCache, geometry: Geometry, position: int, resident: 
 def _state(spec: PlaneSpec, held: HeldState) -> PlaneRows:
     """A state as it is; zeros where the session is too short for the layer to have one."""
     state = held.states.get(spec.key.role)
-    buffer = memoryview(bytes(spec.row_bytes)) if state is None else _owned(host_words(state.cpu()))
+    if state is None:
+        buffer = memoryview(bytes(spec.row_bytes))
+    elif (device := on_device.device_of(state)) is not None:
+        buffer = on_device.read_state(device, state)
+    else:
+        buffer = _owned(host_words(state.cpu()))
     return PlaneRows(spec, RowSet.of((0, spec.row_bytes)), buffer)
 
 
@@ -217,7 +223,11 @@ def _rows(spec: PlaneSpec, layer: LayerGeometry, held: HeldState, position: int,
     if found is None or not rows:
         return PlaneRows(spec, rows, memoryview(b""))
     ((begin, end),) = rows.ranges
-    parts = [host_words(part[:, begin - found.first : end - found.first, :].cpu()) for part in found.parts]
+    held_parts = [part[:, begin - found.first : end - found.first, :] for part in found.parts]
+    device = on_device.device_of(held_parts[0])
+    if device is not None:
+        return PlaneRows(spec, rows, on_device.read_rows(device, held_parts))
+    parts = [host_words(part.cpu()) for part in held_parts]
     # Each part lies as [heads, n, width]; a row is its heads side by side, part behind part.
     by_row = [words.transpose(1, 0, 2).reshape(end - begin, -1) for words in parts]
     return PlaneRows(spec, rows, _owned(np.concatenate(by_row, axis=1) if len(by_row) > 1 else by_row[0]))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpack.engines.transformers import on_device
 from kvpack.engines.transformers.caches import LiveCache, describe, new_cache, survey
 from kvpack.engines.transformers.identification import identify, with_cache
 from kvpack.engines.transformers.layers import HeldRows
@@ -96,6 +97,16 @@ class _StateTarget:
 
     def publish(self) -> None:
         self._staged.publish()
+
+
+def _row_target(held: HeldRows) -> _Target:
+    where = on_device.device_of(held.parts[0])
+    return _RowTarget(held) if where is None else on_device.RowsOnDevice(where, held)
+
+
+def _state_target(state: torch.Tensor) -> _Target:
+    where = on_device.device_of(state)
+    return _StateTarget(state) if where is None else on_device.StateOnDevice(where, state)
 
 
 class _Session:
@@ -263,8 +274,8 @@ def _allocate(live: LiveCache, geometry: Geometry, position: int, device: Any) -
                 layer=at,
                 field="capacity",
             ) from error
-        made: dict[str, _Target] = {role: _RowTarget(rows) for role, rows in held.rows.items()}
-        made |= {role: _StateTarget(state) for role, state in held.states.items()}
+        made: dict[str, _Target] = {role: _row_target(rows) for role, rows in held.rows.items()}
+        made |= {role: _state_target(state) for role, state in held.states.items()}
         targets |= {PlaneKey(Scope.LAYER.value, at, role): target for role, target in made.items()}
     return targets
 
