@@ -221,9 +221,8 @@ class _Session:
                 identity=self.identity,
                 tokenizer=self.loaded.tokenizer,
             )
-        lowered = [name for name in installed.report.lowered if name != "prefill"]
-        if lowered:
-            self.provenance["parent_lowered"] = ", ".join(lowered)
+        if installed.report.lowered:
+            self.provenance["parent_lowered"] = ", ".join(installed.report.lowered)
         return installed.cache
 
     def go_on(self, steps: int, *, ignore_eos: bool) -> None:

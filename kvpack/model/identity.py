@@ -19,6 +19,8 @@ from kvpack.model.wire import WireMap, bad_manifest
 __all__ = ["ABSENT", "Claim", "Comparison", "Identity", "IdentityValue", "compare"]
 
 ABSENT: Final = "absent"
+HISTORY: Final = frozenset({"prefill"})
+"""Numerics fields that say how the session came to be. A restore takes the history over, so a destination has none."""
 IdentityValue: TypeAlias = str | int | bytes
 
 _FIELD_HINTS: Final[Mapping[str, str]] = {
@@ -123,6 +125,6 @@ def compare(pack: Identity, here: Identity, *, override: frozenset[str] = frozen
     lowered = tuple(
         name
         for name in sorted(pack.numerics.keys() | here.numerics.keys())
-        if pack.numerics.get(name) != here.numerics.get(name)
+        if name not in HISTORY and pack.numerics.get(name) != here.numerics.get(name)
     )
     return Comparison(tuple(refusals), lowered, tuple(not_compared), tuple(overridden))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -189,9 +190,11 @@ def test_cuts_of_two_sessions_do_not_mix(tmp_path: Path) -> None:
         with pytest.raises(CompatibilityError) as caught:
             kvpack.save(cuts, tmp_path / "x")
         assert caught.value.code == code
-    two.planes[TOKENS].buffer[0] ^= 1
+    changed = bytearray(two.planes[TOKENS].buffer)
+    changed[0] ^= 1
+    other = replace(two, planes={**two.planes, TOKENS: replace(two.planes[TOKENS], buffer=memoryview(changed))})
     with pytest.raises(CompatibilityError, match="tokens"):
-        kvpack.save((one, two), tmp_path / "x")
+        kvpack.save((one, other), tmp_path / "x")
 
 
 def test_a_chain_is_at_most_eight_long(tmp_path: Path) -> None:

@@ -44,6 +44,12 @@ def test_numerics_lower_the_claim_and_never_refuse() -> None:
     assert (answer.claim, answer.lowered, answer.refusals) == (Claim.COMPATIBLE, ("isa", "threads"), ())
 
 
+def test_how_the_session_was_prefilled_is_its_history_and_lowers_nothing() -> None:
+    pack = Identity(MINE.compatibility, {**MINE.numerics, "prefill": "cuts:5,9"})
+    here = Identity(MINE.compatibility, {**MINE.numerics, "prefill": "whole"})
+    assert compare(pack, here).claim is Claim.BITWISE
+
+
 def test_an_override_is_used_reported_and_lowers_the_claim() -> None:
     answer = compare(MINE, synthetic.identity(config=b"x"), override=frozenset({"config", "weights"}))
     assert (answer.refusals, answer.overridden, answer.claim) == ((), ("config",), Claim.COMPATIBLE)
