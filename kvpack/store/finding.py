@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Final
 
 from kvpack.model.identity import Identity
 from kvpack.pack.view import MAX_CHAIN
-from kvpack.store import index, lineage
-from kvpack.store.index import Candidate
+from kvpack.store import lineage, rows
 from kvpack.store.opening import BrokenPackError
 from kvpack.store.prefix import BLOCK_TOKENS, TokenChain, numerics_digest
 from kvpack.store.protocol import Hit
 from kvpack.store.record import BETWEEN, CUT, LOGITS_HERE, RESTORES
+from kvpack.store.rows import Candidate
 
 if TYPE_CHECKING:
     from kvpack.store.local import LocalStore
@@ -61,7 +61,7 @@ class Finder:
         return None
 
     def _read(self, node: bytes, tail: int, key: bytes | None, needed: int, limit: int) -> list[Candidate]:
-        found = self._store.index.read(lambda c: index.candidates(c, node, tail, key, needed, limit))
+        found = self._store.index.read(lambda c: rows.candidates(c, node, tail, key, needed, limit))
         # Depth is equal here: what promises bitwise equality comes before what is newest.
         return sorted(found, key=lambda c: (c.numerics != self._numerics, not c.flags & CUT))
 
@@ -76,7 +76,7 @@ class Finder:
         most = min(self._limit - first, BLOCK_TOKENS - 1)
         node = self._chain.nodes[block]
         longer = sorted(self._longer(block, first), key=lambda pair: -pair[0])
-        for tail in self._store.index.read(lambda cursor: index.tails(cursor, node, most)):
+        for tail in self._store.index.read(lambda cursor: rows.tails(cursor, node, most)):
             while longer and longer[0][0] > first + tail:
                 yield longer.pop(0)
             key = self._chain.final(block, tail)
@@ -104,7 +104,7 @@ class Finder:
                 yield position, found
 
     def _hit(self, position: int, found: Candidate, chain: list[tuple[int, bytes, int]]) -> Hit:
-        cut = self._store.index.read(lambda cursor: index.cut_behind(cursor, found.pack_id, position))
+        cut = self._store.index.read(lambda cursor: rows.cut_behind(cursor, found.pack_id, position))
         names = tuple(name for _, name, _ in chain)
         return Hit(
             position=position,
@@ -120,11 +120,11 @@ class Finder:
 
 def answering_blocks(store: LocalStore, nodes: Sequence[bytes]) -> Iterator[int]:
     """The blocks of a chain at or behind which some pack restores, the deepest first."""
-    end = store.index.read(lambda cursor: index.deepest_known(cursor, nodes))
+    end = store.index.read(lambda cursor: rows.deepest_known(cursor, nodes))
     while end > 0:
         first = max(0, end - _AT_ONCE)
         part = nodes[first:end]
-        for at in store.index.read(lambda cursor, part=part: index.answering(cursor, part)):  # type: ignore[misc]
+        for at in store.index.read(lambda cursor, part=part: rows.answering(cursor, part)):  # type: ignore[misc]
             yield first + at
         end = first
 
@@ -136,7 +136,7 @@ def usable_chain(store: LocalStore, pack_id: bytes) -> list[tuple[int, bytes, in
     """
 
     def work(cursor: sqlite3.Cursor) -> tuple[list[tuple[int, bytes, int]], bool]:
-        chain = index.chain_of(cursor, pack_id, MAX_CHAIN)
+        chain = rows.chain_of(cursor, pack_id, MAX_CHAIN)
         whole = bool(chain) and lineage.is_whole(cursor, chain[-1][0])
         return chain, whole
 

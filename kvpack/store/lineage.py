@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-from kvpack.store.index import chain_of, from_numbers
+from kvpack.store.rows import chain_of, from_numbers
 
 __all__ = ["Conversation", "conversations", "is_whole", "linear", "pack_with_state", "superseded"]
 

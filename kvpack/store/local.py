@@ -23,11 +23,11 @@ from kvpack.model.identity import Identity
 from kvpack.model.snapshot import CutView
 from kvpack.pack.view import MAX_CHAIN
 from kvpack.pack.writer import Signer, publish
-from kvpack.store import index, lineage, upkeep
+from kvpack.store import lineage, rows, upkeep
 from kvpack.store.deltas import flatten_chain
 from kvpack.store.finding import Finder
 from kvpack.store.founding import found_store
-from kvpack.store.index import Index
+from kvpack.store.index import Index, index_error
 from kvpack.store.objects import ObjectFolder, copy_bytes, store_error
 from kvpack.store.opening import BrokenPackError, KnownTokens, open_chain, require_sound
 from kvpack.store.prefix import ContentField, PrefixKeys, TokenChain, Tokens
@@ -136,7 +136,7 @@ class LocalStore:
         try:
             return work()
         except sqlite3.Error as error:
-            raise index.index_error(error) from None
+            raise index_error(error) from None
         except OSError as error:
             raise store_error(error, str(self.folder.root)) from None
         except BrokenPackError as broken:
@@ -246,7 +246,7 @@ class LocalStore:
         def work(cursor: sqlite3.Cursor) -> None:
             row = cursor.execute("SELECT number FROM packs WHERE id = ?", (pack_id,)).fetchone()
             if row is not None:
-                index.forget(cursor, row[0])
+                rows.forget(cursor, row[0])
 
         try:
             if self.folder.size(pack_id) is None:
@@ -260,7 +260,7 @@ class LocalStore:
 
     def open_pack(self, pack_id: bytes, position: int | None = None, cut_position: int | None = None) -> StoredPack:
         """Open a pack with its parents; raises BrokenPackError, StoreError ``no-such-pack``."""
-        found = self.index.read(lambda cursor: index.chain_of(cursor, pack_id, MAX_CHAIN))
+        found = self.index.read(lambda cursor: rows.chain_of(cursor, pack_id, MAX_CHAIN))
         if not found:
             raise StoreError("no-such-pack", "the store has no such pack", found=pack_id.hex())
         return open_chain(
@@ -284,7 +284,7 @@ class LocalStore:
         """Count a use of a pack and its parents; never raises."""
 
         def work(cursor: sqlite3.Cursor) -> None:
-            tick = index.next_tick(cursor)
+            tick = rows.next_tick(cursor)
             for at, pack_id in enumerate(pack_ids):
                 cursor.execute("UPDATE packs SET used = ?, hits = hits + ? WHERE id = ?", (tick, int(at == 0), pack_id))
 
@@ -336,14 +336,14 @@ class LocalStore:
 
     def entry(self, pack_id: bytes, *, new: bool = False) -> Entry:
         """One entry; raises StoreError ``no-such-pack``."""
-        found = self.index.read(lambda cursor: list(index.entries(cursor, pack_id, new=new)))
+        found = self.index.read(lambda cursor: list(rows.entries(cursor, pack_id, new=new)))
         if not found:
             raise StoreError("no-such-pack", "the store has no such pack", found=pack_id.hex())
         return found[0]
 
     def ls(self) -> tuple[Entry, ...]:
         """Every entry, the most recently used first."""
-        return self.asking(lambda: self.index.read(lambda cursor: tuple(index.entries(cursor))))
+        return self.asking(lambda: self.index.read(lambda cursor: tuple(rows.entries(cursor))))
 
     def stats(self) -> Stats:
         """The store in numbers."""

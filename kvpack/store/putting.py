@@ -20,7 +20,7 @@ from kvpack.pack.preamble import MANIFEST_OFFSET, RECORD_BYTES, TILE_ALIGN, alig
 from kvpack.pack.reader import PackReader
 from kvpack.pack.view import MAX_CHAIN, PackCut
 from kvpack.pack.writer import Signer, write_into
-from kvpack.store import index, lineage
+from kvpack.store import lineage, rows
 from kvpack.store.finding import answering_blocks, usable_chain
 from kvpack.store.objects import RECORD, Temporary, copy_bytes
 from kvpack.store.opening import require_sound
@@ -69,11 +69,11 @@ def put_cuts(
         require_continuation(last, base)
         if parent is not None and len(parent.names) >= MAX_CHAIN:
             raise StoreError("chain-too-long", "the parent's chain is full: flatten it first", expected=MAX_CHAIN)
-    rows = CutRows(cuts)
+    source = CutRows(cuts)
     continues = parent.pack_id if parent is not None else _predecessor(store, chain, cuts[0].record.position)
 
     def write(temporary: Temporary) -> Record:
-        written = write_into(temporary.descriptor, temporary.path, manifest, rows, codec=codec, signer=sign)
+        written = write_into(temporary.descriptor, temporary.path, manifest, source, codec=codec, signer=sign)
         return record_of(
             temporary.path,
             written.pack_id,
@@ -123,7 +123,7 @@ def _stored_already(store: LocalStore, chain: TokenChain, cuts: Sequence[CutView
             needed = CUT | (LOGITS_HERE if LOGITS.role in cut.record.extras else 0)
             found = {
                 c.pack_id
-                for c in index.candidates(cursor, node, tail, key or None, needed, 64)
+                for c in rows.candidates(cursor, node, tail, key or None, needed, 64)
                 if c.numerics == numerics
             }
             common = found if common is None else common & found
@@ -144,9 +144,9 @@ def _predecessor(store: LocalStore, chain: TokenChain, before: int) -> bytes | N
 
 def _cut_under(cursor: sqlite3.Cursor, chain: TokenChain, block: int, before: int) -> bytes | None:
     most = min(len(chain) - block * BLOCK_TOKENS, BLOCK_TOKENS - 1)
-    for tail in [*index.tails(cursor, chain.nodes[block], most), 0]:
+    for tail in [*rows.tails(cursor, chain.nodes[block], most), 0]:
         key = chain.final(block, tail) if tail else None
-        for found in index.candidates(cursor, chain.nodes[block], tail, key, CUT, 1):
+        for found in rows.candidates(cursor, chain.nodes[block], tail, key, CUT, 1):
             if found.position < before:
                 return found.pack_id
     return None
@@ -212,7 +212,7 @@ def store_pack(store: LocalStore, most_bytes: int, write: Callable[[Temporary], 
             _publish(store, temporary, record)
 
             def add(cursor: sqlite3.Cursor) -> None:
-                index.add_record(cursor, record, pinned=folder.pinned(record.pack_id))
+                rows.add_record(cursor, record, pinned=folder.pinned(record.pack_id))
                 cursor.execute("DELETE FROM reservations WHERE token = ?", (token,))
 
             store.index.write(add)

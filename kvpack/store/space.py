@@ -11,8 +11,8 @@ import sqlite3
 from dataclasses import dataclass
 
 from kvpack.errors import StoreError
-from kvpack.store.index import forget, used_bytes
 from kvpack.store.objects import ObjectFolder
+from kvpack.store.rows import forget, used_bytes
 
 __all__ = ["Removal", "drop_dead_reservations", "evict", "reserve"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvpack.errors import KvpackError, StoreError
-from kvpack.store import index, lineage
+from kvpack.store import lineage, rows
 from kvpack.store.deltas import flatten_chain
 from kvpack.store.objects import RECORD, ObjectFolder
 from kvpack.store.opening import BrokenPackError, require_sound
@@ -49,7 +49,7 @@ def statistics(store: LocalStore) -> Stats:
             " COALESCE(SUM(bytes * pinned), 0), COALESCE(SUM(retired), 0), COALESCE(SUM(hits), 0) FROM packs"
         ).fetchone()
         cuts: int = cursor.execute("SELECT COUNT(*) FROM cuts").fetchone()[0]
-        return (*packs, cuts, index.used_bytes(cursor)[1])
+        return (*packs, cuts, rows.used_bytes(cursor)[1])
 
     packs, stored, pinned, pinned_bytes, retired, hits, cuts, reserved = store.index.read(work)
     return Stats(
@@ -77,7 +77,7 @@ def collect(store: LocalStore, quota: int | None) -> GcReport:
         return GcReport(
             removed=tuple(removed),
             freed_bytes=sum(removed.values()),
-            stored_bytes=store.index.read(index.used_bytes)[0],
+            stored_bytes=store.index.read(rows.used_bytes)[0],
             leased=tuple(sorted(removal.leased)),
             flattened=flattened,
             leftovers=tuple(leftovers),
@@ -87,7 +87,7 @@ def collect(store: LocalStore, quota: int | None) -> GcReport:
 def _make_room(store: LocalStore, cursor: sqlite3.Cursor, removal: Removal, quota: int | None) -> dict[bytes, int]:
     drop_dead_reservations(cursor, store.folder)
     removed = evict(cursor, removal, store.clock(), room=None, retired_only=True)
-    packs, reserved = index.used_bytes(cursor)
+    packs, reserved = rows.used_bytes(cursor)
     if quota is not None and packs + reserved > quota:
         removed |= evict(cursor, removal, store.clock(), room=packs + reserved - quota)
     return removed
@@ -105,8 +105,8 @@ def _sweep(store: LocalStore) -> list[str]:
 
     folder.dead_temporaries(remove)
     objects, records = set(named_packs(folder, None)), set(named_packs(folder))
-    rows = store.index.read(lambda cursor: {name for (name,) in cursor.execute("SELECT id FROM packs")})
-    for pack_id in sorted((objects ^ records) - rows):
+    indexed = store.index.read(lambda cursor: {name for (name,) in cursor.execute("SELECT id FROM packs")})
+    for pack_id in sorted((objects ^ records) - indexed):
         path = folder.path(pack_id, "" if pack_id in objects else RECORD)
         descriptor = folder.claim(path)
         if descriptor is None:
@@ -138,10 +138,10 @@ def _adopt(store: LocalStore, packs: set[bytes]) -> list[bytes]:
 
 
 def _add_missing(store: LocalStore, record: Record) -> bool:
-    if store.index.read(lambda cursor: index.has_rows(cursor, record)):
+    if store.index.read(lambda cursor: rows.has_rows(cursor, record)):
         return False
     pinned = store.folder.pinned(record.pack_id)
-    store.index.write(lambda cursor: index.add_record(cursor, record, pinned=pinned))
+    store.index.write(lambda cursor: rows.add_record(cursor, record, pinned=pinned))
     return True
 
 
@@ -149,10 +149,10 @@ def _forget_missing(store: LocalStore) -> list[bytes]:
     """Remove rows whose object is not there."""
 
     def work(cursor: sqlite3.Cursor) -> list[bytes]:
-        rows = cursor.execute("SELECT number, id FROM packs").fetchall()
-        missing = [(number, name) for number, name in rows if store.folder.size(name) is None]
+        held = cursor.execute("SELECT number, id FROM packs").fetchall()
+        missing = [(number, name) for number, name in held if store.folder.size(name) is None]
         for number, _ in missing:
-            index.forget(cursor, number)
+            rows.forget(cursor, number)
         return [name for _, name in missing]
 
     return store.index.write(work)

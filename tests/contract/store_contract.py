@@ -95,7 +95,7 @@ class StoreContract:
     @pytest.mark.parametrize("shared", [0, 3, 255, 256, 300, 512, 650])
     def test_full_planes_serve_what_two_conversations_share(self, store: Store, shared: int) -> None:
         store.put(cut_of(FULL, IDS[:700]))
-        asked = IDS[:shared] + [60_000] + tokens(300, seed=1)
+        asked = [*IDS[:shared], 60_000, *tokens(300, seed=1)]
         assert position_of(store.longest(asked, WHO, FULL)) == shared
         # Only cuts can promise bitwise equality.
         assert store.longest(asked, WHO, FULL, only_cuts=True) is None

@@ -312,9 +312,13 @@ def test_a_quota_is_never_exceeded(tmp_path: Path) -> None:
     assert store.stats().stored_bytes >= 3 * size
     for entry in store.ls():
         store.pin(entry.pack_id)
-    with pytest.raises(StoreError) as caught:
+
+    def fill() -> None:
         for seed in range(20, 30):
             store.pin(store.put(cut_of(FULL, tokens(64, seed))).pack_id)
+
+    with pytest.raises(StoreError) as caught:
+        fill()
     assert caught.value.code == "quota-exceeded"
     assert (store.stats().reserved, os.listdir(store.folder.root / "tmp")) == (0, [])
 
@@ -335,9 +339,13 @@ def test_a_clock_that_jumps_neither_keeps_for_ever_nor_loses_the_newest(tmp_path
 def test_a_full_disk_is_one_clear_refusal(small_file_system: Any) -> None:
     disk: SmallFileSystem = small_file_system(1024)
     store = LocalStore.open(disk.path / "store", grace=0)
-    with pytest.raises(StoreError) as caught:
+
+    def fill() -> None:
         for seed in range(64):
             store.put(cut_of(FULL, tokens(700, seed)))
+
+    with pytest.raises(StoreError) as caught:
+        fill()
     assert caught.value.code == "disk-full"
     assert os.listdir(store.folder.root / "tmp") == []
     for entry in store.ls():

@@ -192,6 +192,21 @@ def test_one_launch_moves_a_chunk_of_every_layer() -> None:
         assert machine.calls["memcpyAsync"] - copies == 2 * 4  # tables up, rows down
 
 
+def test_the_arithmetic_of_the_floor_counts_the_launches() -> None:
+    """``benchmarks/floor.py`` reckons without a device what the pipeline does."""
+    from benchmarks.floor import Session, chunks
+
+    session = Session(tokens=900, layers=3, kv_heads=2, head_dim=16)
+    with machine_with_device() as (_, device):
+        strides = RowStrides(2, 32, 32, 32 * session.tokens)
+        size = session.tokens * session.row_bytes
+        planes = [device.allocate(size) for _ in range(session.planes)]
+        moves = [Move(plane, strides, ((0, session.tokens),), size * n) for n, plane in enumerate(planes)]
+        device.scatter(moves, random_bytes(session.nbytes, 1).data)
+        device.synchronise()
+        assert device.launches == chunks(session, SLOT)
+
+
 def test_several_threads_fill_one_chunk() -> None:
     with machine_with_device("random") as (_, device):
         strides = RowStrides(1, 16, 16, 0)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpack.errors import CompatibilityError
 from kvpack.live import transfer
-from kvpack.live.cache import LiveCache
 from kvpack.model.geometry import Geometry, LayerGeometry
 from tests import synthetic
 from tests.unit.test_live_cache import WHO, check, new
@@ -37,9 +35,3 @@ def test_a_windowed_hybrid_layer_is_a_ring_and_a_plain_one_grows() -> None:
     row = 2 * 8 * 2
     assert {p.key.layer: p.nbytes for p in size.planes if p.key.role == "k"} == {0: 64 * row, 1: 64 * row, 2: 8 * row}
     assert size.fixed_bytes == 2 * (72 + 480)
-
-
-def test_a_compressed_layer_cannot_be_live() -> None:
-    with pytest.raises(CompatibilityError) as caught:
-        LiveCache.allocate(Geometry((synthetic.compressed(),)), max_context=8)
-    assert (caught.value.code, caught.value.found) == ("unsupported-kind", "compressed")
