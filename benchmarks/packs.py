@@ -1,8 +1,8 @@
 """Packs against what a user would pick instead, side by side in one run: `python benchmarks/packs.py [--mib 512]`.
 
-A session of growing head-major planes and wrapped rings (104 planes, bf16-like rows) is captured to a file and restored into
-live planes. Alternatives move the same rows: gather + ``safetensors.numpy.save_file``, ``load_file`` + scatter (neither verifies), and
-bare ``write``/``read`` as the floor. Figures are GB/s of raw rows and ratios against the safetensors way.
+A session of growing head-major planes and wrapped rings (104 planes, bf16-like rows) is captured to a file and restored
+into live planes. Alternatives move the same rows: gather + ``safetensors.numpy.save_file``, ``load_file`` + scatter
+(neither verifies), and bare ``write`` as the floor. Figures are GB/s of raw rows and ratios against the safetensors way.
 """
 
 from __future__ import annotations
@@ -79,7 +79,6 @@ def main() -> None:
 
 def run(cache: LiveCache, wanted: dict, nbytes: int, folder: Path, repeats: int) -> None:
     tensors_file, bare = folder / "rows.safetensors", folder / "rows.bin"
-    fresh = [cache.new_generation() for _ in range(1)]
 
     def rows() -> dict[str, np.ndarray]:
         cut = transfer.capture(cache, WHO)
@@ -117,10 +116,11 @@ def run(cache: LiveCache, wanted: dict, nbytes: int, folder: Path, repeats: int)
             for plane in layer.planes.values():
                 for first, end in wanted[plane.spec.key]:
                     content = loaded[str(plane.spec.key)]
-                    layer.write_rows(plane, first, memoryview(content)[: (end - first) * plane.spec.row_bytes], layer.state)
+                    layer.write_rows(
+                        plane, first, memoryview(content)[: (end - first) * plane.spec.row_bytes], layer.state
+                    )
         target.generation.position = cache.position
 
-    del fresh
     reset = timed(target.reset, repeats)
     print(f"{nbytes / 1e6:.0f} MB of rows in {len(wanted)} planes, {os.cpu_count()} cores")
     base: dict[str, float] = {}
