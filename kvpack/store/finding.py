@@ -55,6 +55,8 @@ class Finder:
         blocks = self._limit // BLOCK_TOKENS
         for block in answering_blocks(self._store, self._chain.nodes[: blocks + 1]):
             for position, found in self._under(block):
+                if found.pack_id in self._store.refused:
+                    continue
                 chain = usable_chain(self._store, found.pack_id)
                 if chain:
                     return self._hit(position, found, chain)
@@ -94,6 +96,8 @@ class Finder:
             return
         most = min(self._limit, len(self._chain) - 1 if self._need_logits else self._limit)
         for found in self._read(self._chain.nodes[block], 0, hint, BETWEEN, _COMPARED):
+            if found.pack_id in self._store.refused:
+                continue
             stop = min((at for at in found.content if at >= first), default=most)
             try:
                 position = self._store.restores_to(found.pack_id, self._chain, block, min(most, stop))

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, TypeVar
 
-from kvpack.errors import KvpackError, StoreError, UsageError
+from kvpack.errors import DecryptError, KvpackError, StoreError, TrustError, UsageError
 from kvpack.model.geometry import Geometry
 from kvpack.model.identity import Identity
 from kvpack.model.snapshot import CutView
@@ -28,7 +28,7 @@ from kvpack.store.deltas import flatten_chain
 from kvpack.store.finding import Finder
 from kvpack.store.founding import found_store
 from kvpack.store.index import Index, index_error
-from kvpack.store.objects import ObjectFolder, copy_bytes, store_error
+from kvpack.store.objects import RECORD, ObjectFolder, copy_bytes, store_error
 from kvpack.store.opening import BrokenPackError, KnownTokens, open_chain, require_sound
 from kvpack.store.prefix import ContentField, PrefixKeys, TokenChain, Tokens
 from kvpack.store.protocol import (
@@ -75,6 +75,7 @@ class LocalStore:
         self.index = Index(folder, self.records)
         self._grace = grace
         self._now = now
+        self.refused: set[bytes] = set()
         self._known = KnownTokens()
 
     @classmethod
@@ -228,14 +229,16 @@ class LocalStore:
         _log.warning("pack %s is passed over: %s", broken.pack_id.hex()[:16], broken.error)
         if broken.damaged:
             self.reject(broken.pack_id)
+        elif isinstance(broken.error, (TrustError, DecryptError)):
+            self.refused.add(broken.pack_id)  # another handle may trust it; this one looks for the next best
         elif isinstance(broken.error, FileNotFoundError):
             self._forget(broken.pack_id)
 
     def reject(self, pack_id: bytes) -> None:
         """Quarantine a pack whose bytes did not verify, and forget its rows; never raises."""
         try:
-            self.folder.quarantine(self.folder.path(pack_id))
-            self.folder.quarantine(self.folder.path(pack_id, ".record"))
+            if self.folder.quarantine(self.folder.path(pack_id)):
+                self.folder.quarantine(self.folder.path(pack_id, RECORD))
         except OSError as error:
             _log.warning("pack %s cannot be quarantined: %s", pack_id.hex()[:16], error)
         self._forget(pack_id)

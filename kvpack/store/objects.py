@@ -268,11 +268,13 @@ class ObjectFolder:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path(pack_id, suffix))
 
-    def quarantine(self, path: Path) -> None:
-        """Move a damaged file out of the way, whatever it is (a link is moved, not followed)."""
-        target = self.root / "quarantine" / f"{path.name}.{secrets.token_hex(4)}"
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(path, target)
+    def quarantine(self, path: Path) -> bool:
+        """Move a damaged file out of the way, whatever it is (a link is moved, not followed); False if it is gone."""
+        try:
+            os.rename(path, self.root / "quarantine" / f"{path.name}.{secrets.token_hex(4)}")
+        except FileNotFoundError:
+            return False
+        return True
 
     def read_record(self, pack_id: bytes) -> bytes:
         """The bytes of a record; raises OSError."""
