@@ -2,7 +2,7 @@
 
 A session of growing head-major planes and wrapped rings (104 planes, bf16-like rows) is captured to a file and restored
 into live planes. Alternatives move the same rows: gather + ``safetensors.numpy.save_file``, ``load_file`` + scatter
-(neither verifies), and bare ``write`` as the floor. Figures are GB/s of raw rows and ratios against the safetensors way.
+(neither verifies), and bare ``write`` as the floor. Figures are GB/s of raw rows, and ratios to the safetensors way.
 """
 
 from __future__ import annotations

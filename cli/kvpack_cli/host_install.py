@@ -13,7 +13,8 @@ from blake3 import blake3
 import kvpack
 from kvpack.errors import InstallError, UsageError
 from kvpack.live import transfer
-from kvpack.live.cache import LiveCache, next_row
+from kvpack.live.cache import LiveCache
+from kvpack.live.generation import next_row
 from kvpack.live.layers import LiveLayer
 from kvpack.live.rank_shapes import RankPlan
 from kvpack.live.ranked_layer import RankedLayer

@@ -14,7 +14,8 @@ from enum import Enum
 from typing import Final, Protocol
 
 from kvpack.errors import CompatibilityError, InstallError, UsageError
-from kvpack.live.cache import Generation, LiveCache
+from kvpack.live.cache import LiveCache
+from kvpack.live.generation import Generation
 from kvpack.live.layers import LayerState, LiveLayer
 from kvpack.live.placement import refused
 from kvpack.live.transfer import require_consistent

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 
 from kvpack.device.protocol import Buffer, Move
 from kvpack.errors import InstallError
-from kvpack.live.cache import Extra, Generation, Line, LiveCache, rewound
+from kvpack.live.cache import LiveCache
+from kvpack.live.generation import Extra, Generation, Line, rewound
 from kvpack.live.layers import LayerState, LiveLayer, LivePlane
 from kvpack.live.placement import Placement, Span, overwritten, refused
 from kvpack.live.rings import Chronological

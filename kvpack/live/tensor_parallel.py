@@ -16,7 +16,8 @@ from functools import partial
 from kvpack.device.protocol import Buffer
 from kvpack.errors import CompatibilityError, InstallError, UsageError
 from kvpack.live import transfer
-from kvpack.live.cache import DeviceChoice, Generation, LiveCache, Rows, device_choice
+from kvpack.live.cache import DeviceChoice, LiveCache, Rows, device_choice
+from kvpack.live.generation import Generation
 from kvpack.live.layers import LayerAppend, LayerState
 from kvpack.live.placement import refused
 from kvpack.live.rank_shapes import RankPlan, layer_shares

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 from kvpack.device.protocol import Device, Move
 from kvpack.errors import CompatibilityError, InstallError
-from kvpack.live.cache import Extra, Generation, LiveCache
+from kvpack.live.cache import LiveCache
+from kvpack.live.generation import Extra, Generation
 from kvpack.live.layers import LayerState, LiveLayer
 from kvpack.live.rings import RotatingRing
 from kvpack.model.gate import Destination, GateReport, gate

@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -147,7 +148,10 @@ def without(method: str, caller: str, stream: str | None) -> Callable[..., None]
 
 def fails_in_a_process(check: Callable[[], bool]) -> bool:
     """Whether ``check`` says so or the process dies of it: a kernel that reads a wrong table may end it."""
-    child = os.fork()
+    with warnings.catch_warnings():
+        # From Python 3.12 on a fork beside other threads warns. The child calls nothing that takes their locks.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
     if child == 0:
         try:
             faulthandler.disable()
