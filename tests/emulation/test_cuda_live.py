@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,15 +16,10 @@ from kvpack.live import transfer
 from kvpack.live.cache import LiveCache
 from tests.contract.live_contract import LiveContract, same
 from tests.emulation.fake_cupy import Machine, installed
+from tests.emulation.machines import SLOT
 from tests.unit.test_live_cache import MIXED, WHO, Producer
 
-SLOT = 1 << 13
 LAUNCH_FAILED = 719
-
-
-@pytest.fixture(autouse=True)
-def _kept_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVPACK_CACHE_DIR", str(tmp_path))
 
 
 @contextmanager

@@ -285,7 +285,7 @@ store = LocalStore.open(folder, quota=quota or None, grace=0)
 log = os.open(sys.argv[4], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 print("ready", flush=True)
 while True:
-    kind, session, turn = choose.choice("ptlllgc"), choose.randrange(12), choose.randrange(1, 6)
+    kind, session, turn = choose.choice("ptlllgc"), choose.randrange(60), choose.randrange(1, 6)
     geometry = (FULL, SLIDING)[session % 2]
     ids = tokens(90 * turn, session)
     if kind in "pt":
