@@ -67,7 +67,7 @@ def test_other_positions(kvpack_here: Here, packs: Any) -> None:
     said = kvpack_here("diff", a, b)
     assert said.status == 1
     for words in ("60 and 90", "60 are equal; the second goes on to 90", "no common position"):
-        assert words in said.out
+        assert words in " ".join(said.out.split())  # where a line is broken depends on the figures in it
     said = kvpack_here("diff", a, c)
     assert said.status == 1
     assert "60 and 60, 90 (one state at 60)" in said.out

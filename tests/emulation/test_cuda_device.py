@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import gc
 import os
@@ -74,9 +75,9 @@ def session(device: Any, machine: Machine | None) -> list[bytes]:
     if machine is not None:
         engine = machine.make_stream()
         pattern = random_bytes(64, 77)
-        engine.put(lambda: np.copyto(machine.device[plane.address][0][-64:], 0))
         address = plane.address
-        engine.put(lambda: __import__("ctypes").memmove(address, pattern.ctypes.data, 64) and None)
+        engine.put(lambda: ctypes.memset(address, 0, 64) and None)
+        engine.put(lambda: ctypes.memmove(address, pattern.ctypes.data, 64) and None)
         device.synchronise_with(engine.ptr)
     else:
         device.write(plane, 0, random_bytes(64, 77).data)
