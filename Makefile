@@ -28,7 +28,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup demo test check planted compile-gate test-gpu bench-gpu fuzz fix clean distclean
+.PHONY: help setup demo test check planted compile-gate test-gpu bench-gpu fuzz soak fix clean distclean
 
 help:
 	@echo "make demo       set up, then move a real session into a second process and compare every step"
@@ -39,6 +39,7 @@ help:
 	@echo "make test-gpu   the tests of a real CUDA device, and compute-sanitizer over them where it is installed"
 	@echo "make bench-gpu  measure a real CUDA device (the arithmetic without one: benchmarks/floor.py)"
 	@echo "make fuzz       damage packs for five minutes; nothing but a KvpackError may come out"
+	@echo "make soak       the fault tests of the prefix store at full length, about half an hour"
 	@echo "make setup      .venv with everything that the tests need"
 	@echo "make fix        let ruff format and repair what it can"
 	@echo "make clean      remove caches and build outputs; 'make distclean' also .venv and .models"
@@ -62,6 +63,13 @@ SECONDS_TO_FUZZ ?= 300
 
 fuzz: $(STAMPS)/dev
 	@$(BIN)/python tests/fuzz/fuzz_reader.py --seconds $(SECONDS_TO_FUZZ)
+
+# How long each crowd of writers that are killed runs: make soak SECONDS_TO_SOAK=60
+SECONDS_TO_SOAK ?= 600
+
+soak: setup
+	@KVPACK_SOAK_SECONDS=$(SECONDS_TO_SOAK) $(BIN)/python -m pytest -s --timeout 3600 tests/faults/test_store_faults.py \
+	  $(ARGS)
 
 planted: $(STAMPS)/dev
 	@$(BIN)/python -m tests.emulation.planted

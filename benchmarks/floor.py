@@ -5,19 +5,23 @@
 
 Three figures. *Bytes moved against bytes needed*, a kernel: the units of its table times their width, read and written,
 over the rows' bytes, read and written; 1.00 for the movers. *Launches a session*: one a chunk, whatever the number of
-layers. *Exposed time*: with chunks in a pipeline only the first read and the last scatter are not hidden behind the
-slowest stage. The rates are inputs of the model, not measurements.
+layers; a pack's raw tiles, which the device verifies, cost two more a chunk to hash. *Exposed time*: with chunks in a
+pipeline only the first read and the last scatter are not hidden behind the slowest stage. The rates are inputs of the
+model, not measurements.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from kvpack_kernels import abi
 
 JOB_AND_ALIGNMENT = 96 + 16
+TILE_BYTES = 1 << 20
+LAUNCHES_A_VERIFIED_CHUNK = 3
+"""Two of the hash, one of the scatter."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +51,14 @@ class Session:
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes a second: reading and verifying on the host, the link, the device's own memory (read plus write)."""
+    """Bytes a second: reading (and verifying, where the host does it), the link, the device's own memory (read plus
+    write), hashing on the device. ``launch`` is seconds."""
 
     read: float
     link: float
     memory: float
     launch: float
+    hash: float = np.inf
 
 
 def layouts(session: Session) -> dict[str, abi.Rows]:
@@ -111,12 +117,28 @@ def chunks(session: Session, slot_bytes: int) -> int:
     return count + bool(used)
 
 
+def verified_chunks(session: Session, slot_bytes: int, tile_bytes: int = TILE_BYTES) -> int:
+    """Chunks of a session that comes as raw tiles, whole, in a pack's order, with what it takes to hash them."""
+    rows_a_tile = 1 << ((tile_bytes // session.row_bytes).bit_length() - 1)
+    used = count = 0
+    for first in range(0, session.tokens, rows_a_tile):
+        size = min(rows_a_tile, session.tokens - first) * session.row_bytes
+        blocks = -(-size // (abi.THREADS * abi.CHUNK_BYTES))
+        need = -(-size // 16) * 16 + 96 + 32 + 32 * (blocks + 1)
+        for _ in range(session.planes):
+            if used + need > slot_bytes:
+                count, used = count + 1, 0
+            used += need
+    return count + bool(used)
+
+
 def exposed(nbytes: int, slot_bytes: int, launches: int, rates: Rates) -> dict[str, float]:
     """Seconds of an install: all of the slowest stage, and of the others what the pipeline cannot hide."""
     stages = {
-        "read and verify": nbytes / rates.read,
+        "read": nbytes / rates.read,
         "copy": nbytes / rates.link,
-        "scatter": 2 * nbytes / rates.memory + launches * rates.launch,
+        "hash on the device": nbytes / rates.hash,
+        "launch and scatter": 2 * nbytes / rates.memory + launches * rates.launch,
     }
     slowest = max(stages, key=lambda name: stages[name])
     share = min(1.0, slot_bytes / nbytes)
@@ -132,6 +154,8 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--slot-mib", type=int, default=16)
     parser.add_argument("--read-gb", type=float, default=2.0, help="verified host reads, GB/s")
+    parser.add_argument("--raw-read-gb", type=float, default=10.0, help="reads into pinned memory, unverified, GB/s")
+    parser.add_argument("--hash-gb", type=float, default=300.0, help="BLAKE3 on the device, GB/s")
     parser.add_argument("--link-gb", type=float, default=52.0, help="host to device, GB/s")
     parser.add_argument("--memory-tb", type=float, default=4.3, help="device memory, read plus write, TB/s")
     parser.add_argument("--launch-us", type=float, default=3.0)
@@ -148,14 +172,19 @@ def main() -> None:
     moved, needed = staged_and_needed(session, 1023, 512)
     print(f"  stage f32 → bf16 {'512 behind 1,023':18} {moved / needed:.4f}")
     count = chunks(session, slot)
+    verified = verified_chunks(session, slot)
+    launches = LAUNCHES_A_VERIFIED_CHUNK * verified
     print(f"\nlaunches a session: {count} (chunks of {options.slot_mib} MiB; {session.planes} planes)")
+    print(f"launches a session of raw tiles, hashed on the device: {launches} ({verified} chunks)")
+    raw_read = options.raw_read_gb * 1e9
     base = Rates(options.read_gb * 1e9, options.link_gb * 1e9, options.memory_tb * 1e12, options.launch_us * 1e-6)
-    for what, rates in (
-        ("host rows as they are verified", base),
-        ("rows at hand, copy-bound", Rates(np.inf, base.link, base.memory, base.launch)),
+    for what, number, rates in (
+        ("host rows as they are verified", count, base),
+        ("raw tiles, verified on the device", launches, replace(base, read=raw_read, hash=options.hash_gb * 1e9)),
+        ("rows at hand, copy-bound", count, replace(base, read=np.inf)),
     ):
         print(f"\nan install, {what}")
-        for name, seconds in exposed(session.nbytes, slot, count, rates).items():
+        for name, seconds in exposed(session.nbytes, slot, number, rates).items():
             print(f"  {name:20} {seconds * 1e3:9.2f} ms")
 
 

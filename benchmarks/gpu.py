@@ -5,9 +5,10 @@
 
 Times are CUDA events' for kernels and the clock's for whole installs, the best of ``--repeats``; contenders alternate.
 Targets: kernels at 0.90 of the copy or better, a 131,072-token install at 0.90 of the link or better. The copy moves as
-many bytes as the kernel, read and written. The install is measured twice: rows in ordinary memory, which each thread
-first copies into pinned memory, and rows that a reader writes straight there (``scatter_filled``), here by doing
-nothing: what is left is kvpack's own path.
+many bytes as the kernel, read and written. The install is measured three times: rows in ordinary memory, which each
+thread first copies into pinned memory; rows that a reader writes straight there (``scatter_filled``), here by doing
+nothing: what is left is kvpack's own path; and the same in tiles of 1 MiB that the device hashes before it scatters
+them (``scatter_verified``).
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from kvpack_kernels import abi
 
 from kvpack.device.cuda import CudaDevice
 from kvpack.device.cuda_moves import pieces
-from kvpack.device.protocol import Move, RowStrides
+from kvpack.device.protocol import Move, RowStrides, Unverified
 from kvpack.errors import EngineError
 
 PAGE = 16
+TILE_BYTES = 1 << 20
 
 
 def plane_moves(device: CudaDevice, rows: int, heads: int, head_bytes: int) -> dict[str, Move]:
@@ -110,11 +112,18 @@ def measure_installs(device: CudaDevice, options: argparse.Namespace) -> None:
 
         return run
 
+    def tile(plane: Move, first: int) -> Unverified:
+        rows_here = min(TILE_BYTES // row, options.tokens - first)
+        move = Move(plane.buffer, strides, ((first, rows_here),), 0)
+        return Unverified([move], rows_here * row, lambda target: None, lambda digest: None)
+
+    tiles = [tile(plane, first) for first in range(0, options.tokens, TILE_BYTES // row) for plane in planes]
     out = np.empty(nbytes, dtype=np.uint8)
     runs: dict[str, Callable[[], None]] = {
         "the link (pinned copy)": link,
         "install, rows in memory": install(lambda move: device.scatter([move], rows.data)),
         "install, filled in place": install(lambda move: device.scatter_filled([move], lambda offset, pinned: None)),
+        "install, hashed on device": lambda: device.scatter_verified(tiles) or device.synchronise(),
         "capture into memory": lambda: [device.gather([move], out.data) for move in planes] and None,
     }
     best = dict.fromkeys(runs, float("inf"))

@@ -18,9 +18,9 @@ from kvpack.pack.compose import CutRows, compose, require_continuation
 from kvpack.pack.index import TileRecord
 from kvpack.pack.manifest import Manifest
 from kvpack.pack.preamble import Limits
-from kvpack.pack.reader import PackReader, TileFault
+from kvpack.pack.reader import FrontCheck, PackReader, TileFault
 from kvpack.pack.view import MAX_CHAIN, PackChain, PackCut
-from kvpack.pack.writer import Progress, WrittenPack, write_pack
+from kvpack.pack.writer import Progress, Signer, WrittenPack, write_pack
 from kvpack.trust import (
     PublicKey,
     SigningKey,
@@ -39,7 +39,19 @@ from kvpack.trust import (
 )
 from kvpack.version import __version__
 
-__all__ = ["Inspection", "Pack", "Trust", "Verified", "inspect", "load", "open_pack", "save", "verify"]
+__all__ = [
+    "Inspection",
+    "Pack",
+    "Trust",
+    "Verified",
+    "check_factory",
+    "inspect",
+    "load",
+    "open_pack",
+    "save",
+    "signer_of",
+    "verify",
+]
 
 FilePath: TypeAlias = "str | os.PathLike[str]"
 Trust: TypeAlias = "TrustPolicy | PublicKey | FilePath | None"
@@ -95,6 +107,17 @@ def _now(now: int | None) -> int:
     return int(time.time()) if now is None else now
 
 
+def check_factory(trust: Trust, *, allow_unsigned: bool = False, now: int | None = None) -> Callable[[], FrontCheck]:
+    """What a store is opened with (``check=``) so that it serves only packs that ``trust`` vouches for."""
+    policy = _policy(trust)
+    return lambda: _Gatekeeper(policy, enforce=True, allow_unsigned=allow_unsigned, now=_now(now))
+
+
+def signer_of(keys: Sequence[SigningKey]) -> Signer:
+    """What a store signs with (``sign=``): every key signs the front."""
+    return lambda signed: build_region([sign_front(signed, key) for key in keys])
+
+
 def save(
     cut: CutView | Sequence[CutView],
     path: FilePath,
@@ -138,11 +161,15 @@ def save(
     if parent is not None:
         require_continuation(cuts[-1], parent)
 
-    def signer(signed: bytes) -> bytes:
-        return build_region([sign_front(signed, key) for key in keys])
-
     return write_pack(
-        Path(path), manifest, CutRows(cuts), codec=codec, signer=signer, force=force, threads=threads, progress=progress
+        Path(path),
+        manifest,
+        CutRows(cuts),
+        codec=codec,
+        signer=signer_of(keys),
+        force=force,
+        threads=threads,
+        progress=progress,
     )
 
 

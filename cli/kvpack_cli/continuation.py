@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from kvpack.api import Pack
+from kvpack.engines.transformers.identification import chunked
 from kvpack.errors import CompatibilityError, UsageError
 from kvpack.model.geometry import Unit
 from kvpack.model.identity import Identity
@@ -85,14 +86,6 @@ def _boundaries(identity: Identity, end: int) -> Iterable[int]:
     if not words.startswith(_DIVIDED):
         return ()
     return [int(word) for word in words.removeprefix(_DIVIDED).split(",") if word.isdigit() and int(word) < end]
-
-
-def chunked(identity: Identity, boundaries: Sequence[int]) -> Identity:
-    """The identity of a session whose prefill was divided there: another order of sums, so another numerics field."""
-    if not boundaries:
-        return identity
-    divided = _DIVIDED + ",".join(map(str, boundaries))
-    return Identity(identity.compatibility, {**identity.numerics, "prefill": divided})
 
 
 def without_growing_rows(cut: Cut) -> Cut:

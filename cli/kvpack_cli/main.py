@@ -21,7 +21,10 @@ from kvpack_cli.output import Output
 
 __all__ = ["COMMANDS", "cli", "main"]
 
-COMMANDS = ("demo", "keygen", "capture", "inspect", "verify", "diff", "install", "synth")
+COMMANDS = (
+    "demo", "keygen", "capture", "inspect", "verify", "diff", "install", "synth", "flatten", "generate", "store",
+    "push", "pull",
+)  # fmt: skip
 
 INTERRUPTED = 128 + signal.SIGINT
 TERMINATED = 128 + signal.SIGTERM
@@ -48,6 +51,11 @@ First steps:
   kvpack capture --model ./model --prompt-file prompt.txt --sign me.key -o session.kvpack
   kvpack inspect session.kvpack --trust me.key.pub
   kvpack install session.kvpack --model ./model --trust me.key.pub
+
+\b
+Warm starts: the second process reuses what the first one computed:
+  kvpack generate --store file:/tmp/store --model ./model --prompt-file prompt.txt
+  kvpack store ls --store file:/tmp/store
 
 \b
 Without a model:

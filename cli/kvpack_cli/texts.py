@@ -19,6 +19,13 @@ class Prompt:
 
     text: str
     chat: bool
+    system: str | None = None
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The chat: the system's words, if there are any, and the user's."""
+        before = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return [*before, {"role": "user", "content": self.text}]
 
     def tokens(self, tokenizer: Any) -> list[int]:
         """The token ids, special tokens included, as the model's tokenizer gives them.
@@ -36,9 +43,7 @@ class Prompt:
                 "no-chat-template", "the model has no chat template", field="template", hint="leave out --chat"
             )
         else:
-            ids = tokenizer.apply_chat_template(
-                [{"role": "user", "content": self.text}], add_generation_prompt=True, return_dict=False
-            )
+            ids = tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, return_dict=False)
         if not ids:
             raise _empty_prompt()
         return [int(token) for token in ids]

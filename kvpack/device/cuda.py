@@ -30,7 +30,8 @@ from kvpack.device.cuda_memory import CudaBuffer, CudaMemory, SharedMemory
 from kvpack.device.cuda_moves import bytes_as_move, joined, pieces
 from kvpack.device.cuda_pipeline import SLOT_BYTES, Pipeline
 from kvpack.device.cuda_runtime import CudaRuntime
-from kvpack.device.protocol import Buffer, Move, RowStrides
+from kvpack.device.cuda_verified import VerifiedChunks, space_of
+from kvpack.device.protocol import Buffer, Move, RowStrides, Unverified
 from kvpack.device.staging import Stage
 from kvpack.errors import EngineError, ResourceError
 from kvpack.model.encoding import Encoding
@@ -325,6 +326,24 @@ class CudaDevice:
             for buffer in (jobs, nodes, digests):
                 buffer.release()
         return [bytes(found[at : at + 32]) for at in range(0, len(found), 32)]
+
+    def can_verify(self, parcel: Unverified) -> bool:
+        """Whether the parcel, its tables and its hashes fit a chunk."""
+        return space_of(parcel, self._pipeline.slot_bytes) <= self._pipeline.slot_bytes
+
+    def scatter_verified(self, parcels: Sequence[Unverified]) -> None:
+        """Rows straight into pinned memory, onto the device, hashed there, accepted, scattered; chunks overlap.
+
+        One launch scatters a chunk, two hash it. Everything that :meth:`scatter` refuses is refused before a byte is
+        read. Raises also InstallError ``too-long`` for a parcel that :meth:`can_verify` refuses.
+        """
+        addresses: list[int] = []
+        for index, parcel in enumerate(parcels):
+            addresses += self._check_moves(parcel.moves, parcel.nbytes)
+            if not self.can_verify(parcel):
+                raise refused("too-long", f"parcel {index}", "what fits a chunk", f"{parcel.nbytes} bytes")
+        check_places_disjoint([move for parcel in parcels for move in parcel.moves], addresses)
+        VerifiedChunks(self._runtime, self._pipeline).run(parcels)
 
     def close(self) -> None:
         """Give the chunks' memory back; a later operation allocates it again. Buffers stay as they are."""

@@ -16,7 +16,7 @@ Everything else that touches planes runs on the work stream, behind what was ask
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from threading import Condition, RLock
@@ -101,7 +101,7 @@ class Slot:
 
     def __init__(self, runtime: CudaRuntime, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.copied, self.moved = runtime.event(), runtime.event()
+        self.copied, self.hashed, self.moved = runtime.event(), runtime.event(), runtime.event()
         self.device = runtime.allocate(nbytes)
         try:
             self.pinned = runtime.allocate_pinned(nbytes)
@@ -158,6 +158,11 @@ class Pipeline:
     def most_piece_bytes(self) -> int:
         """The longest piece: an eighth of a slot, so that little of it is empty when the next one does not fit."""
         return self._slot_bytes // PIECES - JOB_BYTES - 2 * ALIGNMENT
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a chunk."""
+        return self._slot_bytes
 
     @property
     def scratch_bytes(self) -> int:
@@ -344,6 +349,24 @@ class Pipeline:
         with self._changed:
             self.flush()
             yield
+
+    @contextmanager
+    def chunks(self) -> Iterator[Sequence[Slot]]:
+        """Both chunks, empty, for a block that fills and sends them itself; the first is the host's to fill at once.
+
+        The block ends with no copy in flight. Where it raises, both streams are empty afterwards.
+        """
+        with self.enqueuing():
+            first = self._open_slot()
+            try:
+                yield [first, *(slot for slot in self._slots if slot is not first)]
+            except BaseException:
+                with suppress(KvpackError):  # what went wrong is already on its way
+                    self.settle()
+                raise
+            finally:
+                for each in self._slots:
+                    each.clear()
 
     def launch(self, source: str, kernel: str, grid: int, *arguments: Any) -> None:
         """Enqueue a kernel on the work stream; nothing where the grid is empty."""

@@ -8,11 +8,11 @@ launch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-__all__ = ["Buffer", "Device", "Move", "RowStrides"]
+__all__ = ["Buffer", "Device", "Move", "RowStrides", "Unverified", "VerifyingDevice"]
 
 
 class Buffer(Protocol):
@@ -98,3 +98,32 @@ class Device(Protocol):
 
     def synchronise(self) -> None:
         """Wait until everything that was asked for is done."""
+
+
+@dataclass(frozen=True)
+class Unverified:
+    """Packed bytes that a device hashes where they arrive, and where their rows go afterwards: all or some of them.
+
+    ``read_into`` fills ``nbytes`` host bytes, from any thread. ``accept`` is given the BLAKE3 of all of them as they
+    lie on the device; in the caller's thread, it raises what keeps the rows from being scattered.
+    """
+
+    moves: Sequence[Move]
+    nbytes: int
+    read_into: Callable[[memoryview], None]
+    accept: Callable[[bytes], None]
+
+
+@runtime_checkable
+class VerifyingDevice(Protocol):
+    """A device that can hash what was copied to it before it is used: the part of :class:`Device` that is optional."""
+
+    def can_verify(self, parcel: Unverified) -> bool:
+        """Whether :meth:`scatter_verified` can take it."""
+
+    def scatter_verified(self, parcels: Sequence[Unverified]) -> None:
+        """Read, copy, hash, and scatter what is accepted. What ``read_into`` or ``accept`` raises ends it.
+
+        No row is scattered before its parcel was accepted. After an error nothing is on its way any more; rows that
+        were accepted before may be in their places.
+        """

@@ -222,15 +222,17 @@ class LiveLayer:
             for span in self.spans(plane, first, end, state)
         ]
 
-    def moves_of_all(self, plane: LivePlane, rows: RowSet, packed_offset: int) -> list[Move]:
-        """The moves of ``rows`` one behind the other; for states of bytes."""
+    def moves_of_all(
+        self, plane: LivePlane, rows: RowSet, packed_offset: int, state: LayerState | None = None
+    ) -> list[Move]:
+        """The moves of ``rows`` one behind the other, by ``state`` (its own by default); for states of bytes."""
         found: list[Move] = []
         for first, end in rows:
             if plane.spec.unit is Unit.STATE:
                 strides = RowStrides(1, end - first, end - first, 0, first)
                 found.append(Move(plane.buffer, strides, ((0, 1),), packed_offset))
             else:
-                found += self.moves(plane, first, end, packed_offset)
+                found += self.moves(plane, first, end, packed_offset, state)
             packed_offset += (end - first) * plane.spec.axis_bytes
         return found
 

@@ -2,7 +2,8 @@
 
 Capture has two forms: :func:`capture` copies into memory, :func:`holding` keeps the session quiesced and lets a writer
 take rows from the live planes, without a second copy. Install gates every layer before a byte moves, writes verified
-rows into a fresh cache or a staging generation, and publishes by pointer swap or in place, counters last.
+rows into a fresh cache or a staging generation, and publishes by pointer swap or in place, counters last. A pack's raw
+tiles are verified on the device that they go to, where it can; all else on the host.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from kvpack.errors import CompatibilityError, InstallError
 from kvpack.live.cache import LiveCache
 from kvpack.live.generation import Extra, Generation
 from kvpack.live.layers import LayerState, LiveLayer
+from kvpack.live.raw_rows import write_raw_rows
 from kvpack.live.rings import RotatingRing
 from kvpack.model.gate import Destination, GateReport, gate
 from kvpack.model.geometry import Geometry, PlaneKey, Scope
@@ -434,7 +436,7 @@ def _write(generation: Generation, cut: CutView, chosen: _Plan) -> None:
         layer.write_rows(plane, first, rows, states[layer.scope, layer.number])
 
     try:
-        cut.read_rows(wanted, sink)
+        cut.read_rows(write_raw_rows(cut, wanted, owners, states), sink)
     finally:  # whatever went wrong, no row is still on its way
         for layer in layers:
             layer.synchronise()

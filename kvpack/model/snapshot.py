@@ -6,9 +6,9 @@ are in memory (:class:`Cut`) or in a pack's tiles: the gate and the engines use 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from kvpack.errors import CompatibilityError
 from kvpack.model.geometry import MAX_POSITION, Geometry, PlaneKey
@@ -24,6 +24,8 @@ __all__ = [
     "CutView",
     "PlaneRows",
     "Probe",
+    "RawCut",
+    "RawTile",
     "RowSink",
 ]
 
@@ -180,6 +182,46 @@ class CutView(Protocol):
 
     def rows(self, key: PlaneKey, first: int, end: int) -> memoryview:
         """Rows ``[first, end)`` of one stored range, canonical order; for states bytes ``[first, end)``."""
+
+
+class RawTile(Protocol):
+    """Rows of one plane (for states: bytes) that lie in a pack as they are, not yet verified."""
+
+    @property
+    def key(self) -> PlaneKey:
+        """The plane."""
+
+    @property
+    def first(self) -> int:
+        """The tile's first row."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows of the tile, one behind the other."""
+
+    @property
+    def wanted(self) -> RowSet:
+        """Those of its rows that were asked for. They are verified with all others."""
+
+    def read_into(self, target: memoryview) -> None:
+        """Read all rows into ``target``, ``nbytes`` long; from any thread. They must not be used yet."""
+
+    def accept(self, digest: bytes) -> None:
+        """Hold the BLAKE3 of what was read to the tile's own; the rows may be used once this returns.
+
+        Raises IntegrityError as :meth:`CutView.read_rows` does.
+        """
+
+
+@runtime_checkable
+class RawCut(Protocol):
+    """A cut some of whose rows can be verified by whoever reads them: the part of :class:`CutView` that is optional."""
+
+    def raw_tiles(self, wanted: Mapping[PlaneKey, RowSet]) -> Iterator[RawTile]:
+        """Tiles with wanted rows that are stored as they are; the others' rows come by :meth:`CutView.read_rows` only.
+
+        No row is wanted of two tiles.
+        """
 
 
 @dataclass(frozen=True)

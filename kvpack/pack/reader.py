@@ -43,7 +43,24 @@ from kvpack.pack.preamble import (
 )
 from kvpack.pack.writer import default_threads
 
-__all__ = ["FrontCheck", "PackReader", "TileFault"]
+__all__ = ["ByteSource", "FrontCheck", "PackReader", "TileFault"]
+
+
+class ByteSource(Protocol):
+    """Where the bytes of a pack lie when that is not a file of this machine; read from several threads at once."""
+
+    threads: int
+    """How many reads may run at once: what is far away wants more than there are cores."""
+
+    @property
+    def size(self) -> int:
+        """Length in bytes."""
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        """``length`` bytes from ``offset`` on, fewer only at the end; raises KvpackError."""
+
+    def close(self) -> None:
+        """Give back what it holds; closing twice is fine."""
 
 
 class FrontCheck(Protocol):
@@ -69,12 +86,21 @@ class PackReader:
     """An open pack whose front has been verified. Close it, or use it as a context manager."""
 
     def __init__(
-        self, path: Path, *, check: FrontCheck | None = None, limits: Limits | None = None, index: bool = True
+        self,
+        path: Path,
+        *,
+        check: FrontCheck | None = None,
+        limits: Limits | None = None,
+        index: bool = True,
+        source: ByteSource | None = None,
     ) -> None:
-        """Open ``path`` and take steps 1 to 10 (9 without ``index``); raises with each step's own error."""
+        """Open ``path`` and take steps 1 to 10 (9 without ``index``); raises with each step's own error.
+
+        With ``source`` the bytes come from there, and ``path`` only names the pack in messages.
+        """
         self.path = path
         self._limits = limits or Limits()
-        self._descriptor = _open(path)
+        self._source: ByteSource = source if source is not None else _FileSource(path)
         try:
             self._read_front(check)
             self._records: tuple[TileRecord, ...] | None = self._read_index() if index else None
@@ -92,14 +118,12 @@ class PackReader:
 
     def close(self) -> None:
         """Close the file; closing twice is fine."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        self._source.close()
 
     def _read_front(self, check: FrontCheck | None) -> None:
-        size = os.fstat(self._descriptor).st_size
-        self.preamble = Preamble.parse(_read_at(self._descriptor, 0, PREAMBLE_BYTES, short=True), size, self._limits)
-        front = _read_at(self._descriptor, 0, self.preamble.index_offset)
+        head = self._source.read_at(0, PREAMBLE_BYTES)
+        self.preamble = Preamble.parse(head, self._source.size, self._limits)
+        front = self._read_at(0, self.preamble.index_offset)
         head, region = front[:PREAMBLE_BYTES], front[PREAMBLE_BYTES:MANIFEST_OFFSET]
         end = MANIFEST_OFFSET + self.preamble.manifest_length
         body = front[MANIFEST_OFFSET:end]
@@ -114,9 +138,15 @@ class PackReader:
         if check is not None:
             check.manifest(self.manifest)
 
+    def _read_at(self, offset: int, length: int) -> bytes:
+        block = self._source.read_at(offset, length)
+        if len(block) < length:
+            raise _truncated(length, len(block))
+        return block
+
     def _read_index(self) -> tuple[TileRecord, ...]:
         preamble = self.preamble
-        block = _read_at(self._descriptor, preamble.index_offset, preamble.payload_offset - preamble.index_offset)
+        block = self._read_at(preamble.index_offset, preamble.payload_offset - preamble.index_offset)
         require_index_hash(block[: preamble.index_length], self.manifest)
         _require_zero(block[preamble.index_length :], "index")
         return parse_index(block[: preamble.index_length], preamble, self.manifest, self._limits)
@@ -148,11 +178,16 @@ class PackReader:
 
     def read_stored(self, record: TileRecord) -> memoryview:
         """The stored bytes of one tile, held to their hash and padding; needs no key and decodes nothing."""
-        key = self.manifest.planes[record.tile.plane].spec.key
-        block = _read_at(self._descriptor, record.offset, record.padded_end - record.offset)
+        block = self._read_at(record.offset, record.padded_end - record.offset)
         stored = memoryview(block)[: record.stored_length]
+        self.require_stored(record, blake3(stored).digest(), block[record.stored_length :])
+        return stored
+
+    def require_stored(self, record: TileRecord, digest: bytes, padding: bytes) -> None:
+        """Hold a tile that was read to its record. Raises IntegrityError ``stored-hash``, ``tile-padding``."""
+        key = self.manifest.planes[record.tile.plane].spec.key
         where = f"{key} rows [{record.tile.first}, {record.tile.end})"
-        if blake3(stored).digest() != record.stored_hash:
+        if digest != record.stored_hash:
             raise IntegrityError(
                 "stored-hash",
                 f"{where}: the stored bytes are damaged",
@@ -162,11 +197,47 @@ class PackReader:
                 expected=record.stored_hash.hex(),
                 hint="copy the file again from where it was made",
             )
-        if any(block[record.stored_length :]):
+        if any(padding):
             raise IntegrityError(
                 "tile-padding", f"{where}: the padding is not zero", layer=key.layer_or_none, plane=str(key)
             )
-        return stored
+
+    def is_plain(self, record: TileRecord) -> bool:
+        """Whether :meth:`read_into` gives a tile's raw rows: a raw tile, not encrypted, of a file of this machine.
+
+        Then its two hashes are one; a tile of which they differ is refused by :meth:`read_tile`.
+        """
+        raw = record.codec == 0 and record.stored_hash == record.raw_hash and not self.preamble.encrypted
+        return raw and isinstance(self._source, _FileSource)
+
+    def read_into(self, record: TileRecord, target: memoryview) -> bytes:
+        """Read a plain tile's rows into ``target``, unverified; its padding, for :meth:`require_stored`."""
+        assert isinstance(self._source, _FileSource)
+        found = self._source.read_into(record.offset, target)
+        if found < target.nbytes:
+            raise _truncated(target.nbytes, found)
+        end = record.offset + record.stored_length
+        return self._read_at(end, record.padded_end - end)
+
+    def front_bytes(self) -> bytes:
+        """The front as it is stored: everything before the first tile."""
+        return self._read_at(0, self.preamble.payload_offset)
+
+    def for_stored(self, records: Iterable[TileRecord], *, threads: int | None = None) -> None:
+        """Hold the stored bytes of tiles to their hashes, in parallel; needs no key. The first error stops the rest."""
+
+        def one(record: TileRecord) -> None:
+            self.read_stored(record)
+
+        with ThreadPoolExecutor(threads or self._source.threads, thread_name_prefix="kvpack-check") as pool:
+            running = [pool.submit(one, record) for record in records]
+            try:
+                for future in running:
+                    future.result()
+            except BaseException:
+                for future in running:
+                    future.cancel()
+                raise
 
     def read_tile(self, record: TileRecord) -> memoryview:
         """Step 12 for one tile: read, hash, padding, decode, hash again; the verified raw bytes."""
@@ -209,7 +280,7 @@ class PackReader:
             work(record, self.read_tile(record))
             return record
 
-        count = threads or default_threads()
+        count = threads or self._source.threads
         waiting = iter(records)
         with ThreadPoolExecutor(count, thread_name_prefix="kvpack-read") as pool:
             running: set[Future[TileRecord]] = set()
@@ -239,7 +310,7 @@ class PackReader:
                 bad.append((number, TileFault(record.tile, plane, error)))
             return record
 
-        count = threads or default_threads()
+        count = threads or self._source.threads
         with ThreadPoolExecutor(count, thread_name_prefix="kvpack-verify") as pool:
             for record in pool.map(lambda pair: one(*pair), enumerate(self.records)):
                 if done is not None:
@@ -269,23 +340,52 @@ def _open(path: Path) -> int:
     return descriptor
 
 
-def _read_at(descriptor: int, offset: int, length: int, *, short: bool = False) -> bytes:
-    parts: list[bytes] = []
-    left = length
-    while left:
-        try:
-            part = os.pread(descriptor, left, offset)
-        except OSError as error:
-            raise ResourceError("io-error", f"reading the pack failed: {error.strerror}") from None
-        if not part:
-            break
-        parts.append(part)
-        offset, left = offset + len(part), left - len(part)
-    if left and not short:
-        raise FormatError(
-            "truncated", "the file became shorter while it was read", expected=length, found=length - left
-        )
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+class _FileSource:
+    """A regular file, by positional reads on one descriptor."""
+
+    def __init__(self, path: Path) -> None:
+        self.threads = default_threads()
+        self._descriptor = _open(path)
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self._descriptor).st_size
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        parts: list[bytes] = []
+        left = length
+        while left:
+            try:
+                part = os.pread(self._descriptor, left, offset)
+            except OSError as error:
+                raise ResourceError("io-error", f"reading the pack failed: {error.strerror}") from None
+            if not part:
+                break
+            parts.append(part)
+            offset, left = offset + len(part), left - len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def read_into(self, offset: int, target: memoryview) -> int:
+        """Fill ``target`` from ``offset`` on; how many bytes there were."""
+        done = 0
+        while done < target.nbytes:
+            try:
+                count = os.preadv(self._descriptor, [target[done:]], offset + done)
+            except OSError as error:
+                raise ResourceError("io-error", f"reading the pack failed: {error.strerror}") from None
+            if not count:
+                break
+            done += count
+        return done
+
+
+def _truncated(expected: int, found: int) -> FormatError:
+    return FormatError("truncated", "the file became shorter while it was read", expected=expected, found=found)
 
 
 def _require_zero(padding: bytes, what: str) -> None:

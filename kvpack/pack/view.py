@@ -8,6 +8,7 @@ from the pack whose cut it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
@@ -108,6 +109,42 @@ def _require_continues(child: PackReader, parent: PackReader) -> None:
             raise CompatibilityError(
                 "parent-differs", f"{child.path.name} and its parent differ in their {field}", field=field
             )
+
+
+@dataclass
+class StoredTile:
+    """A plain tile, read and verified by somebody else: a :class:`~kvpack.model.snapshot.RawTile`."""
+
+    reader: PackReader
+    record: TileRecord
+    wanted: RowSet
+    on_bytes: Callable[[int], None] | None
+    _padding: bytes = b""
+
+    @property
+    def key(self) -> PlaneKey:
+        """The plane."""
+        return self.reader.manifest.planes[self.record.tile.plane].spec.key
+
+    @property
+    def first(self) -> int:
+        """The tile's first row."""
+        return self.record.tile.first
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its rows."""
+        return self.record.raw_length
+
+    def read_into(self, target: memoryview) -> None:
+        """All rows, unverified; raises FormatError ``truncated``, ResourceError ``io-error``."""
+        self._padding = self.reader.read_into(self.record, target)
+
+    def accept(self, digest: bytes) -> None:
+        """Hold what was read to the record; raises IntegrityError ``stored-hash``, ``tile-padding``."""
+        self.reader.require_stored(self.record, digest, self._padding)
+        if self.on_bytes is not None:
+            self.on_bytes(self.nbytes)
 
 
 class PackCut:
@@ -232,9 +269,7 @@ class PackCut:
         A tile that a wanted row lies in is verified whole. Raises IntegrityError before its rows are handed over,
         CompatibilityError ``rows-not-stored`` before anything is read.
         """
-        for key in wanted:
-            if key not in self.specs:
-                raise CompatibilityError("no-such-plane", f"the cut has no plane {key}", plane=str(key))
+        self._require_planes(wanted)
         for reader, share in list(self._shares(wanted)):
 
             def hand_over(
@@ -250,6 +285,24 @@ class PackCut:
                     self.on_bytes(record.raw_length)
 
             reader.for_tiles(self._tiles(reader, share), hand_over, threads=threads, done=count)
+
+    def _require_planes(self, wanted: Mapping[PlaneKey, RowSet]) -> None:
+        for key in wanted:
+            if key not in self.specs:
+                raise CompatibilityError("no-such-plane", f"the cut has no plane {key}", plane=str(key))
+
+    def raw_tiles(self, wanted: Mapping[PlaneKey, RowSet]) -> Iterator[StoredTile]:
+        """Tiles with wanted rows that are stored as they are, in payload order; nothing is read.
+
+        Raises CompatibilityError as :meth:`read_rows` does.
+        """
+        self._require_planes(wanted)
+        for reader, share in list(self._shares(wanted)):
+            for record in self._tiles(reader, share):
+                if reader.is_plain(record):
+                    rows = share[reader.manifest.planes[record.tile.plane].spec.key]
+                    here = rows.intersection(RowSet.of((record.tile.first, record.tile.end)))
+                    yield StoredTile(reader, record, here, self.on_bytes)
 
     def bytes_to_read(self, wanted: Mapping[PlaneKey, RowSet]) -> int:
         """Raw bytes of the tiles that :meth:`read_rows` would verify for ``wanted``."""

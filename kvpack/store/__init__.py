@@ -54,16 +54,37 @@ def _open_file(url: str, **options: Any) -> Store:
     return LocalStore.open(path, **options)
 
 
+def _open_remote(url: str, **options: Any) -> Store:
+    from kvpack.store.remote import RemoteStore
+
+    return RemoteStore.open_url(url, **options)
+
+
+def _open_tiered(url: str, **options: Any) -> Store:
+    from kvpack.store.tiered import open_tiered
+
+    return open_tiered(url, **options)
+
+
 class PrefixStore:
     """Opens stores by the scheme of their URL; other kinds of stores add themselves to ``openers``."""
 
-    openers: ClassVar[dict[str, Opener]] = {"file": _open_file}
+    openers: ClassVar[dict[str, Opener]] = {
+        "file": _open_file,
+        **dict.fromkeys(("s3", "gs", "az", "http", "https"), _open_remote),
+        "tiered": _open_tiered,
+    }
 
     @classmethod
     def open(cls, url: str, **options: Any) -> Store:
-        """The store at ``url``: ``file:/path`` or a bare path. The options are those of the kind of store.
+        """The store at ``url``. The options are those of the kind of store.
 
-        Raises StoreError ``unknown-scheme`` and what opening raises (see :meth:`LocalStore.open`).
+        ``file:/path`` or a bare path: a folder of this machine (:meth:`LocalStore.open`). ``s3://bucket/prefix``: a
+        bucket that many machines share; ``gs:`` and ``az:`` go by the same code and are untested; ``http(s):`` the
+        same to read only (:meth:`kvpack.store.remote.RemoteStore.open_url`). ``tiered:FOLDER,URL``: a folder in front
+        of a bucket (:func:`kvpack.store.tiered.open_tiered`).
+
+        Raises StoreError ``unknown-scheme``, ``missing-extra``, and what opening raises.
         """
         scheme, colon, _ = url.partition(":")
         if not colon or "/" in scheme:

@@ -263,10 +263,19 @@ class ObjectFolder:
         return descriptor
 
     def remove(self, pack_id: bytes) -> None:
-        """Remove a pack that was claimed: first its record, so that nothing can bring it back."""
-        for suffix in (RECORD, PIN, ""):
+        """Remove a pack that was claimed: the object first, for a record alone brings nothing back.
+
+        The record stays if a writer has it: then the same pack is just being stored anew.
+        """
+        for suffix in ("", PIN):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path(pack_id, suffix))
+        record = self.path(pack_id, RECORD)
+        descriptor = self.claim(record)
+        if descriptor is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(record)
+            os.close(descriptor)
 
     def quarantine(self, path: Path) -> bool:
         """Move a damaged file out of the way, whatever it is (a link is moved, not followed); False if it is gone."""

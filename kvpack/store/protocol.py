@@ -221,6 +221,11 @@ class Store(Protocol):
         cut is stored; ``kept`` names the positions of the chain whose cuts shall outlive a collection.
         """
 
+    def put_file(
+        self, path: str | os.PathLike[str], tokens: Tokens | None = None, *, content: Sequence[ContentField] = ()
+    ) -> Entry:
+        """Store a pack file as it is, with its signatures, every byte verified; its parent must be stored."""
+
     def longest(
         self,
         tokens: Tokens,

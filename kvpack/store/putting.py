@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import secrets
 import sqlite3
+import time
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvpack.errors import FormatError, IntegrityError, StoreError, UsageError
 from kvpack.model.geometry import PlaneKey
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
 
 __all__ = ["put_cuts", "put_file", "store_pack", "tokens_of"]
 
-_PRODUCER = ("kvpack-store", "1")
+_PRODUCER: Final = ("kvpack-store", "1")
+_PATIENCE: Final = 100
 
 
 def put_cuts(
@@ -258,14 +260,19 @@ def _publish(store: LocalStore, temporary: Temporary, record: Record) -> None:
 
 
 def _repair(store: LocalStore, temporary: Temporary, record: Record) -> None:
-    """The name is taken: keep a sound pack, put a damaged one aside and take its place."""
+    """The name is taken: keep a sound pack, put a damaged one aside and take its place, wait for one that is going."""
     folder = store.folder
-    try:
-        require_sound(folder, record.pack_id).close()
-    except (OSError, FormatError, IntegrityError, UsageError):
-        folder.quarantine(folder.path(record.pack_id))
-        if not folder.publish(temporary, record.pack_id):
-            raise StoreError("busy", "another writer is repairing the same pack", found=record.pack_id.hex()) from None
+    for _ in range(_PATIENCE):
+        try:
+            require_sound(folder, record.pack_id).close()
+            return
+        except FileNotFoundError:
+            time.sleep(0.02)
+        except (OSError, FormatError, IntegrityError, UsageError):
+            folder.quarantine(folder.path(record.pack_id))
+        if folder.publish(temporary, record.pack_id):
+            return
+    raise StoreError("busy", "another writer has the same pack in hand", found=record.pack_id.hex())
 
 
 def put_file(store: LocalStore, path: Path, tokens: Tokens | None, content: Sequence[ContentField]) -> Entry:

@@ -1,7 +1,7 @@
 """Room in a local store: reservations of puts under way, and what may be removed in which order.
 
 Rows go first and files after the commit, so that whatever happens a row never promises what is not there; a pack is
-claimed (locked against every reader) before its row goes, and a claimed pack's record goes before the pack itself.
+claimed (locked against every reader) before its row goes.
 """
 
 from __future__ import annotations

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvpack.errors import CompatibilityError, InstallError, KvpackError
+import kvpack
+from kvpack.errors import CompatibilityError, InstallError, IntegrityError, KvpackError
 from kvpack.live import transfer
 from kvpack.live.cache import LiveCache
 from kvpack.live.speculation import Speculation
@@ -113,6 +115,36 @@ class LiveContract:
         for each in (one, two):
             each.cache.swap(transfer.stage(each.cache, cut, WHO).generation)
         assert same(one.cache, two.cache)
+
+    def test_a_raw_pack_installs_the_same_bytes_and_a_damaged_one_is_refused(self, device: str, tmp_path: Path) -> None:
+        geometry = Geometry((synthetic.full(8, 128), synthetic.sliding(8), synthetic.latent(pool=4), *MIXED.layers[3:]))
+        source = Producer(LiveCache.allocate(geometry, max_context=64))
+        source.append(60)
+        path = tmp_path / "a.kvpack"
+        kvpack.save(transfer.capture(source.cache, WHO), path, codec="raw")
+        one, two = self.pair(device, geometry)
+        with kvpack.open_pack(path, allow_unsigned=True) as pack:
+            for each in (one, two):
+                transfer.install(each.cache, pack.cut(), WHO)
+                each.append(3)
+            assert same(one.cache, two.cache)
+            records = pack.chain.readers[0].records
+        damaged = bytearray(path.read_bytes())
+        damaged[records[-1].offset] ^= 1
+        path.write_bytes(damaged)
+        with kvpack.open_pack(path, allow_unsigned=True) as pack:
+            for each in (one, two):
+                with pytest.raises(IntegrityError) as refusal:
+                    transfer.stage(each.cache, pack.cut(), WHO)
+                assert refusal.value.code == "stored-hash"
+                each.append(1)
+            assert same(one.cache, two.cache)
+            for each in (one, two):
+                each.cache.reset()
+                with pytest.raises(IntegrityError):
+                    transfer.install(each.cache, pack.cut(), WHO)
+            assert same(one.cache, two.cache)
+            assert one.cache.position == 0
 
     def test_a_block_is_rolled_back(self, device: str) -> None:
         one, two = self.pair(device, TOKEN_AXES)

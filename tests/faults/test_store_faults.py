@@ -421,6 +421,29 @@ def test_quota_and_order_of_use_hold_when_many_put_at_once(tmp_path: Path) -> No
     assert store.stats().stored_bytes <= quota
 
 
+def test_a_collection_that_dies_half_way_leaves_a_record_and_no_orphan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LocalStore.open(tmp_path / "store", grace=0)
+    entry = store.put(cut_of(FULL, IDS))
+    real, left = os.unlink, [1]
+
+    def dying(path: object, **options: object) -> None:
+        if not left:
+            raise KeyboardInterrupt
+        left.pop()
+        real(path)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "unlink", dying)
+    with pytest.raises(KeyboardInterrupt):
+        store.gc(0)
+    monkeypatch.undo()
+    assert [p.name for p in (tmp_path / "store" / "objects").glob("*/*")] == [f"{entry.name}.record"]
+    assert store.ls() == ()
+    store.close()
+    check_whole(tmp_path / "store", acknowledged=False)
+
+
 def test_the_clock_of_use_is_not_the_wall_clock(tmp_path: Path) -> None:
     now = [1.0e9]
     store = LocalStore.open(tmp_path / "store", grace=0, now=lambda: now[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from blake3 import blake3
@@ -21,7 +21,7 @@ from kvpack.engines.transformers.weights import ModelSource, weights_digest
 from kvpack.errors import EngineError
 from kvpack.model.identity import ABSENT, Identity, IdentityValue
 
-__all__ = ["VOLATILE_CONFIG_NAMES", "identify", "with_cache"]
+__all__ = ["VOLATILE_CONFIG_NAMES", "chunked", "identify", "with_cache"]
 
 VOLATILE_CONFIG_NAMES: Final = frozenset(
     {
@@ -84,6 +84,14 @@ def with_cache(identity: Identity, kind: str, capacity: int | None) -> Identity:
     if capacity is not None:
         numerics["cache_capacity"] = capacity
     return Identity(identity.compatibility, numerics)
+
+
+def chunked(identity: Identity, boundaries: Sequence[int | str]) -> Identity:
+    """The identity of a session whose prefill was divided there: another order of sums, so another numerics field."""
+    if not boundaries:
+        return identity
+    divided = "cuts:" + ",".join(map(str, boundaries))
+    return Identity(identity.compatibility, {**identity.numerics, "prefill": divided})
 
 
 def _canonical(value: object) -> bytes:
