@@ -85,7 +85,9 @@ class Bucket:
         self.read_only = parts.scheme in ("http", "https")
         self.url = url.partition("?")[0].rstrip("/")
         if parts.scheme not in SCHEMES or not parts.netloc or parts.username or parts.password:
-            raise StoreError("bad-url", "the URL of a bucket is s3://bucket/prefix, without a password", found=self.url)
+            raise StoreError(
+                "bad-url", "the URL of a bucket is s3://bucket/prefix, without a password", found=parts.scheme
+            )
         given = dict(config or {})
         if not self.read_only and parts.query:
             query = {name: values[-1] for name, values in parse_qs(parts.query).items()}

@@ -22,7 +22,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Final
 
 from kvpack.errors import DecryptError, KvpackError, StoreError, TrustError
 from kvpack.model.geometry import Geometry
@@ -35,11 +34,12 @@ from kvpack.store import remote_upkeep, rows, upkeep
 from kvpack.store.bucket import Bucket
 from kvpack.store.finding import Finder
 from kvpack.store.local import DEFAULT_GRACE, LocalStore
-from kvpack.store.objects import RECORD, ObjectFolder, Temporary, pack_name
+from kvpack.store.objects import pack_name
 from kvpack.store.opening import BrokenPackError
 from kvpack.store.prefix import KEY_BYTES, ContentField, PrefixKeys, TokenChain, Tokens
 from kvpack.store.protocol import CheckFactory, Entry, FsckReport, GcReport, Hit, Stats, StoredPack
 from kvpack.store.record import Record
+from kvpack.store.remote_founding import RemoteFolder, require_store, settled
 from kvpack.store.remote_log import Event, Log
 from kvpack.store.remote_put import put_remote_file, take
 from kvpack.store.remote_source import object_name, open_remote
@@ -48,37 +48,6 @@ from kvpack.store.remote_transfer import pull
 __all__ = ["RemoteStore"]
 
 _log = logging.getLogger("kvpack.store")
-_VERSION: Final = b"kvpack-store 1\n"
-
-
-class RemoteFolder(ObjectFolder):
-    """The private folder of a handle (its index, its temporaries), and the objects in the bucket behind it."""
-
-    def __init__(self, root: Path, publish_pack: Callable[[Path, bytes, bytes], None]) -> None:
-        """``publish_pack(path, pack id, record)`` takes a finished pack into the bucket."""
-        super().__init__(root, durable=False)
-        self._publish_pack = publish_pack
-        self._beside: dict[bytes, bytes] = {}
-        self.look: Callable[[bytes], None] = lambda pack_id: None
-        self.sizes: dict[bytes, int | None] = {}
-
-    def size(self, pack_id: bytes) -> int | None:
-        """Bytes of an object, asked once a question; None if it is not there. Raises StoreError."""
-        if pack_id not in self.sizes:
-            self.look(pack_id)
-        return self.sizes.get(pack_id)
-
-    def pinned(self, pack_id: bytes) -> bool:
-        """Pins are events, and the index has them."""
-        return False
-
-    def publish(self, temporary: Temporary, pack_id: bytes, suffix: str = "") -> bool:
-        """The record is kept until its pack comes, and goes with it."""
-        if suffix == RECORD:
-            self._beside[pack_id] = temporary.path.read_bytes()
-        else:
-            self._publish_pack(temporary.path, pack_id, self._beside.pop(pack_id))
-        return True
 
 
 class RemoteStore(LocalStore):
@@ -133,8 +102,8 @@ class RemoteStore(LocalStore):
         """
         bucket = Bucket(url, config=config)
         bucket.read_only = bucket.read_only or read_only
-        _require_store(bucket, create=create)
-        own = _settled(bucket, "key", secrets.token_bytes(KEY_BYTES)) if key is None else key
+        require_store(bucket, create=create)
+        own = settled(bucket, "key", secrets.token_bytes(KEY_BYTES)) if key is None else key
         keys = PrefixKeys(own)
         if tenant is not None:
             keys = keys.for_tenant(tenant)
@@ -395,39 +364,3 @@ class RemoteStore(LocalStore):
         pack_name(pack_id)
         self.entry(pack_id)
         self.asking(lambda: pull(self.bucket, pack_id, Path(path), force=force))
-
-
-def _require_store(bucket: Bucket, *, create: bool) -> None:
-    found = bucket.get("version")
-    if found is None:
-        if bucket.read_only or not create:
-            raise StoreError("no-such-store", f"there is no store in {bucket.url}", found=bucket.url)
-        foreign = [entry.name for entry in bucket.list("") if not entry.name.startswith("probe/")]
-        # A store that another process is making this moment has its version first.
-        if foreign and bucket.get("version") is None:
-            raise StoreError("not-a-store", f"{bucket.url} is not a store and is not empty", found=foreign[0])
-        _settled(bucket, "version", _VERSION)
-        found = bucket.get("version")
-    if found is None or found[0] != _VERSION:
-        raise StoreError(
-            "store-version",
-            f"{bucket.url} is a store of another version",
-            expected=_VERSION.decode().strip(),
-            found=repr(found[0][:40]) if found is not None else None,
-            hint="update kvpack",
-        )
-
-
-def _settled(bucket: Bucket, name: str, content: bytes) -> bytes:
-    """The content of a small object; the first who asks gives it ``content``."""
-    found = bucket.get(name)
-    if found is None and not bucket.read_only:
-        bucket.create(name, content)
-        found = bucket.get(name)
-    if found is None or (name == "key" and len(found[0]) != KEY_BYTES):
-        raise StoreError(
-            "bad-key-file",
-            f"{bucket.url} has no {name} of the right length",
-            found=None if found is None else len(found[0]),
-        )
-    return found[0]

@@ -27,8 +27,8 @@ from kvpack.store.remote_source import object_name, open_remote
 
 __all__ = ["Pulled", "fetch_into", "pull"]
 
-_RUN_BYTES: Final = 8 << 20
-_PARALLEL: Final = 8
+_RUN_BYTES: Final = 16 << 20
+_PARALLEL: Final = 4
 
 
 @dataclass(frozen=True)

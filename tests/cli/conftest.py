@@ -15,6 +15,9 @@ from kvpack.model.snapshot import Probe
 from kvpack.trust import SigningKey, save_key
 from tests import synthetic
 from tests.cli.commands import Here
+from tests.contract.conftest import server, url
+
+__all__ = ["server", "url"]
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
