@@ -46,7 +46,7 @@ _LEAST_DIGITS = 4
 Examples:
   kvpack pull "s3://bucket/sessions#1f2e3d4c…" -o session.kvpack
   kvpack pull "s3://bucket/sessions#1f2e3d4c" --dry-run
-  kvpack pull "s3://bucket/sessions#1f2e3d4c" -o session.kvpack --geometry G.json --trust me.key.pub
+  kvpack pull "s3://bucket/sessions#1f2e3d4c" -o session.kvpack --geometry G.json
   kvpack pull "https://host/sessions#…64 digits…" -o session.kvpack
 """,
 )

@@ -27,7 +27,7 @@ Examples:
   kvpack push session.kvpack file:/mnt/packs
 
 \b
-Credentials come from the environment: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL, …
+Credentials come from the environment: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, …
 gs:// and az:// go by the same code and are untested.
 """,
 )

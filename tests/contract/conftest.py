@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
+from kvpack.store import PrefixStore
+from kvpack.store.bucket import Bucket
+from kvpack.store.remote import RemoteStore
 from tests.contract.seaweed import Seaweed, in_ci, seaweed, weed_binary
 
 
@@ -29,3 +33,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
 @pytest.fixture
 def url() -> str:
     return f"s3://kvpack-tests/{secrets.token_hex(6)}"
+
+
+@pytest.fixture
+def open_remote(server: Seaweed, url: str) -> Callable[..., RemoteStore]:
+    def open_it(*, port: int | None = None, **options: Any) -> RemoteStore:
+        store = PrefixStore.open(url, **{"grace": 0, "config": server.config(port)} | options)
+        assert isinstance(store, RemoteStore)
+        return store
+
+    return open_it
+
+
+@pytest.fixture
+def bucket(server: Seaweed, url: str) -> Bucket:
+    return Bucket(url, config=server.config())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import threading
 from collections.abc import Callable, Iterator
@@ -15,49 +14,16 @@ from typing import Any
 import pytest
 
 import kvpack
-from kvpack.errors import CompatibilityError, IntegrityError, KvpackError, StoreError
-from kvpack.model.geometry import Geometry
-from kvpack.model.planes import needed_rows
+from kvpack.errors import IntegrityError, StoreError
 from kvpack.store import PrefixStore, put_turn
 from kvpack.store.bucket import Bucket
-from kvpack.store.remote import RemoteStore
 from kvpack.store.remote_source import object_name
-from kvpack.store.remote_transfer import pull
 from kvpack.store.tiered import TieredStore
 from kvpack.store.upload import upload
-from tests import synthetic
 from tests.contract.seaweed import Seaweed, proxy
 from tests.contract.sessions import FULL, SLIDING, WHO, cut_of, tokens
 from tests.contract.store_contract import IDS, installed, position_of
-
-WIDE = Geometry((synthetic.full(8, 64), synthetic.full(8, 64)))
-"""64 KiB and more a tile: big enough that what is fetched can be told from what is not."""
-
-
-@pytest.fixture
-def open_remote(server: Seaweed, url: str) -> Callable[..., RemoteStore]:
-    def open_it(*, port: int | None = None, **options: Any) -> RemoteStore:
-        store = PrefixStore.open(url, **{"grace": 0, "config": server.config(port)} | options)
-        assert isinstance(store, RemoteStore)
-        return store
-
-    return open_it
-
-
-@pytest.fixture
-def bucket(server: Seaweed, url: str) -> Bucket:
-    return Bucket(url, config=server.config())
-
-
-def pack_file(path: Path, count: int = 2000) -> Path:
-    kvpack.save(cut_of(WIDE, tokens(count)), path, codec="raw")
-    return path
-
-
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The smallest parts that S3 takes, two at a time."""
-    monkeypatch.setattr("kvpack.store.upload.PART_BYTES", 5 << 20)
-    monkeypatch.setattr("kvpack.store.upload._PARALLEL", 2)
+from tests.contract.wide_packs import WIDE, pack_file
 
 
 def warned(caplog: pytest.LogCaptureFixture) -> bool:
@@ -81,56 +47,6 @@ def test_of_many_writers_of_one_pack_one_wins(open_remote: Any, bucket: Bucket, 
         [entry.pack_id for entry in stores[0].ls()]
     ] * 6
     assert stores[0].stats().packs == 7
-
-
-def test_a_dead_writers_upload_goes_on(
-    server: Seaweed, url: str, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small_parts(monkeypatch)
-    path = tmp_path / "big"
-    path.write_bytes(os.urandom(22 << 20))
-    with proxy(server.port) as wire:
-        there = Bucket(url, config=server.config(wire.port))
-        wire.cut(12 << 20)
-        with pytest.raises(StoreError) as caught:
-            upload(there, "objects/big", path)
-        assert caught.value.code == "unreachable"
-        assert bucket.head("objects/big") is None
-        wire.cut(None)
-        wire.passed = 0
-        assert upload(there, "objects/big", path)
-        assert wire.passed < 18 << 20
-    found = bucket.read("objects/big", 0, 22 << 20)
-    assert found is not None
-    assert bytes(found[0]) == path.read_bytes()
-
-
-def test_parts_of_other_bytes_are_sent_again(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small_parts(monkeypatch)
-
-    def stop() -> None:
-        raise StoreError("stopped", "stopped")
-
-    (tmp_path / "a").write_bytes(os.urandom(11 << 20))
-    with pytest.raises(StoreError, match="stopped"):
-        upload(bucket, "objects/x", tmp_path / "a", before_complete=stop)
-    content = bytearray((tmp_path / "a").read_bytes())
-    content[6 << 20] ^= 1
-    (tmp_path / "b").write_bytes(content)
-    assert upload(bucket, "objects/x", tmp_path / "b")
-    found = bucket.read("objects/x", 0, 11 << 20)
-    assert found is not None
-    assert bytes(found[0]) == bytes(content)
-
-
-def test_a_damaged_file_is_not_pushed(open_remote: Any, bucket: Bucket, tmp_path: Path) -> None:
-    path = pack_file(tmp_path / "a.kvpack", 300)
-    content = bytearray(path.read_bytes())
-    content[kvpack.inspect(path).records[-1].offset] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(IntegrityError):
-        open_remote().put_file(path)
-    assert bucket.list("objects") == []
 
 
 @pytest.mark.parametrize("size", [5000, -1], ids=["half", "one byte"])
@@ -351,68 +267,6 @@ def test_a_question_takes_four_round_trips_at_most(open_remote: Any) -> None:
         hit = reader.longest(ids, WHO, geometry)
         assert reader.bucket.round_trips - before <= 4, (len(ids), position_of(hit))
     assert position_of(reader.longest(IDS[:1000], WHO, FULL)) == 1000
-
-
-def test_a_pull_goes_on_and_verifies_what_is_there(
-    server: Seaweed, url: str, open_remote: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvpack.store.remote_transfer._RUN_BYTES", 1 << 18)
-    path = pack_file(tmp_path / "a.kvpack", 4000)
-    size = path.stat().st_size
-    pack_id = open_remote().put_file(path).pack_id
-    out = tmp_path / "out"
-    with proxy(server.port) as wire:
-        there = Bucket(url, config=server.config(wire.port))
-        wire.cut(size * 6 // 10)
-        with pytest.raises(StoreError) as caught:
-            pull(there, pack_id, out)
-        assert caught.value.code == "unreachable"
-        assert not out.exists()
-        (partial,) = tmp_path.glob(".out.*.partial")
-        with open(partial, "r+b") as file:  # what rotted meanwhile is fetched again
-            at = kvpack.inspect(path).records[0].offset
-            file.seek(at)
-            file.write(b"\xff\xfe\xfd")
-        wire.cut(None)
-        wire.passed = 0
-        resumed = pull(there, pack_id, out).resumed_bytes
-        assert 0 < resumed < size
-        assert wire.passed < size
-    assert out.read_bytes() == path.read_bytes()
-    assert list(tmp_path.glob(".out*")) == []
-    with pytest.raises(KvpackError, match="exists"):
-        pull(Bucket(url, config=server.config()), pack_id, out)
-
-
-def test_a_pack_that_does_not_fit_is_never_fetched(server: Seaweed, url: str, open_remote: Any, tmp_path: Path) -> None:
-    path = pack_file(tmp_path / "a.kvpack", 4000)
-    pack_id = open_remote().put_file(path).pack_id
-
-    def refuse(reader: object) -> None:
-        raise CompatibilityError("geometry-differs", "no")
-
-    with proxy(server.port) as wire:
-        with pytest.raises(CompatibilityError):
-            pull(Bucket(url, config=server.config(wire.port)), pack_id, tmp_path / "out", accept=refuse)
-        assert wire.passed < path.stat().st_size // 2
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.kvpack"]
-
-
-def test_only_the_tiles_of_the_wanted_cut_are_read(server: Seaweed, open_remote: Any) -> None:
-    geometry = Geometry((synthetic.full(1, 4), *(synthetic.sliding(64, 8, 64) for _ in range(4))))
-    open_remote().put([cut_of(geometry, IDS[:n]) for n in range(100, 1100, 100)], codec="raw")
-    with proxy(server.port) as wire:
-        store = open_remote(port=wire.port)
-        hit = store.longest(IDS[:350], WHO, geometry)
-        assert position_of(hit) == 300
-        wire.passed = 0
-        back = store.get(hit)
-        tails = 4 * 2 * 65 * 8 * 64 * 2
-        read: list[int] = []
-        back.cut().read_rows(needed_rows(geometry, 300), lambda key, first, count, rows: read.append(len(rows)))
-        whole = store.entry(hit.pack_id).stored_bytes
-        assert wire.passed < (1 << 20) + 3 * tails < whole
-        back.close()
 
 
 def test_who_reads_over_http_finds_and_installs(server: Seaweed, url: str, open_remote: Any) -> None:

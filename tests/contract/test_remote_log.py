@@ -14,21 +14,10 @@ from kvpack.errors import StoreError
 from kvpack.store import PrefixStore, put_turn
 from kvpack.store.remote import RemoteStore
 from kvpack.store.remote_log import Event
-from tests.contract.seaweed import Seaweed
 from tests.contract.sessions import FULL, SLIDING, WHO, cut_of, tokens
 from tests.contract.store_contract import IDS, installed, position_of
 
 Open = Callable[..., RemoteStore]
-
-
-@pytest.fixture
-def open_remote(server: Seaweed, url: str) -> Open:
-    def open_it(**options: Any) -> RemoteStore:
-        store = PrefixStore.open(url, **{"grace": 0, "config": server.config()} | options)
-        assert isinstance(store, RemoteStore)
-        return store
-
-    return open_it
 
 
 def rows_of(store: RemoteStore) -> list[Any]:
