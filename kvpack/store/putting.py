@@ -33,7 +33,7 @@ from kvpack.store.space import Removal, reserve
 if TYPE_CHECKING:
     from kvpack.store.local import LocalStore
 
-__all__ = ["put_cuts", "put_file", "store_pack", "tokens_of"]
+__all__ = ["predecessor", "put_cuts", "put_file", "store_pack", "tokens_of"]
 
 _PRODUCER: Final = ("kvpack-store", "1")
 _PATIENCE: Final = 100
@@ -72,7 +72,7 @@ def put_cuts(
         if parent is not None and len(parent.names) >= MAX_CHAIN:
             raise StoreError("chain-too-long", "the parent's chain is full: flatten it first", expected=MAX_CHAIN)
     source = CutRows(cuts)
-    continues = parent.pack_id if parent is not None else _predecessor(store, chain, cuts[0].record.position)
+    continues = parent.pack_id if parent is not None else predecessor(store, chain, cuts[0].record.position)
 
     def write(temporary: Temporary) -> Record:
         written = write_into(temporary.descriptor, temporary.path, manifest, source, codec=codec, signer=sign)
@@ -134,7 +134,7 @@ def _stored_already(store: LocalStore, chain: TokenChain, cuts: Sequence[CutView
     return next((pack_id for pack_id in sorted(store.index.read(work)) if usable_chain(store, pack_id)), None)
 
 
-def _predecessor(store: LocalStore, chain: TokenChain, before: int) -> bytes | None:
+def predecessor(store: LocalStore, chain: TokenChain, before: int) -> bytes | None:
     """The stored pack whose deepest cut lies on ``chain`` below ``before``: what the new pack continues."""
 
     for block in answering_blocks(store, chain.nodes):
@@ -297,7 +297,7 @@ def put_file(store: LocalStore, path: Path, tokens: Tokens | None, content: Sequ
             def write(temporary: Temporary) -> Record:
                 with open(path, "rb") as source:
                     copy_bytes(source.fileno(), temporary.descriptor)
-                continues = held if held is not None else _predecessor(store, chain, manifest.cuts[0].position)
+                continues = held if held is not None else predecessor(store, chain, manifest.cuts[0].position)
                 made = int(store.clock().now)
                 return record_of(
                     temporary.path, reader.pack_id, chain, created=made, base=base, continues=continues, signed=signed

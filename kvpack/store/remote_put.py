@@ -14,7 +14,7 @@ from kvpack.store import lineage, rows
 from kvpack.store.objects import RECORD
 from kvpack.store.prefix import ContentField, Tokens
 from kvpack.store.protocol import Entry
-from kvpack.store.putting import _predecessor, record_of, tokens_of
+from kvpack.store.putting import predecessor, record_of, tokens_of
 from kvpack.store.record import Record
 from kvpack.store.remote_log import Event
 from kvpack.store.remote_source import object_name, open_remote
@@ -128,7 +128,7 @@ def put_remote_file(
                     chain,
                     created=int(store.clock().now),
                     base=base,
-                    continues=held if held is not None else _predecessor(store, chain, manifest.cuts[0].position),
+                    continues=held if held is not None else predecessor(store, chain, manifest.cuts[0].position),
                     signed=any(reader.signature_region),
                 )
                 new = store.log.record(reader.pack_id) is None

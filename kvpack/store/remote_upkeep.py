@@ -129,7 +129,7 @@ def _named(store: RemoteStore) -> tuple[dict[bytes, Found], dict[bytes, Found]]:
 def collect(store: RemoteStore, quota: int | None, *, keep: frozenset[bytes] = frozenset()) -> GcReport:
     """See :meth:`kvpack.store.protocol.Store.gc`; ``keep`` are packs that somebody reads from a copy."""
     leftovers = _sweep(store)
-    flattened = upkeep._flatten(store)
+    flattened = upkeep.flatten_wasteful(store)
     sizes: dict[bytes, int] = {}
     held: set[bytes] = set()
     bodies: dict[bytes, bytes | None] = {}

@@ -23,7 +23,7 @@ from kvpack.store.space import Removal, drop_dead_reservations, evict
 if TYPE_CHECKING:
     from kvpack.store.local import LocalStore
 
-__all__ = ["check", "collect", "named_packs", "statistics"]
+__all__ = ["check", "collect", "flatten_wasteful", "named_packs", "statistics"]
 
 _log = logging.getLogger("kvpack.store")
 _NAME: Final = re.compile(r"([0-9a-f]{64})(\.record|\.pin)?")
@@ -70,7 +70,7 @@ def collect(store: LocalStore, quota: int | None) -> GcReport:
     """See :meth:`kvpack.store.protocol.Store.gc`."""
     with store.folder.exclusive("gc.lock"):
         leftovers = _sweep(store)
-        flattened = _flatten(store)
+        flattened = flatten_wasteful(store)
         with Removal(store.folder) as removal:
             removed = store.index.write(lambda cursor: _make_room(store, cursor, removal, quota))
             removal.finish(removed)
@@ -158,7 +158,7 @@ def _forget_missing(store: LocalStore) -> list[bytes]:
     return store.index.write(work)
 
 
-def _flatten(store: LocalStore) -> tuple[bytes, ...]:
+def flatten_wasteful(store: LocalStore) -> tuple[bytes, ...]:
     """Flatten conversations whose old tails outweigh the cost; what cannot be flattened stays as it is."""
     made: list[bytes] = []
     for found in store.index.read(lineage.conversations):
