@@ -50,7 +50,7 @@ demo: $(STAMPS)/run $(STAMPS)/smollm2
 	@$(BIN)/kvpack demo
 
 test: setup
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(STAMPS)/dev
 	@$(BIN)/ruff check .

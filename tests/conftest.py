@@ -15,6 +15,8 @@ from hypothesis import settings
 ROOT = Path(__file__).resolve().parent.parent
 GEMMA3_FILE = "gemma-3-270m-q4_k_m.gguf"
 
+LONG_FILES = ("test_bitwise_models.py", "test_bitwise_tiny.py")
+
 # No deadline: a test says what is right, not how fast this machine is.
 settings.register_profile("kvpack", deadline=None, print_blob=True)
 settings.load_profile("kvpack")
@@ -52,6 +54,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(folder)
         if {"smollm2_gguf", "gemma3_gguf"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("models")
+    # Two files run at a time, each whole: what takes minutes begins first, so that nobody waits for it at the end.
+    items.sort(key=lambda item: item.path.name not in LONG_FILES)
 
 
 def without_model(reason: str) -> NoReturn:
