@@ -31,7 +31,7 @@ def credentials(server: Seaweed, monkeypatch: pytest.MonkeyPatch) -> dict[str, s
     return names
 
 
-def test_a_session_moves_between_machines_that_differ_in_threads(
+def test_a_session_moves_between_machines_that_differ_in_threads_and_instruction_set(
     credentials: dict[str, str],
     url: str,
     tiny_llama: Path,
@@ -39,7 +39,7 @@ def test_a_session_moves_between_machines_that_differ_in_threads(
 ) -> None:
     (tmp_path / "prompt.txt").write_text(TEXT)
     there = pinned_environment(1) | credentials
-    here = pinned_environment(2) | credentials
+    here = pinned_environment(2) | credentials | {"ATEN_CPU_CAPABILITY": "default"}
     made = in_a_process(
         "capture", "--model", tiny_llama, "--prompt-file", tmp_path / "prompt.txt", "-o", tmp_path / "a.kvpack",
         "--json", cwd=tmp_path, environment=there,
@@ -57,7 +57,7 @@ def test_a_session_moves_between_machines_that_differ_in_threads(
         cwd=tmp_path, environment=here,
     )  # fmt: skip
     assert found.status == 0, found.err
-    assert (found.json["claim"], found.json["lowered"]) == ("COMPATIBLE", ["threads"])
+    assert (found.json["claim"], found.json["lowered"]) == ("COMPATIBLE", ["isa", "threads"])
     assert found.json["reused"] == len(TEXT)
 
 

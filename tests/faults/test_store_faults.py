@@ -20,7 +20,7 @@ from tests.contract.sessions import FULL, SLIDING, WHO, cut_of, same_rows, token
 from tests.contract.store_contract import position_of
 
 ROOT = Path(__file__).resolve().parents[2]
-SOAK_SECONDS = float(os.environ.get("KVPACK_SOAK_SECONDS", "20"))
+SOAK_SECONDS = float(os.environ.get("KVPACK_SOAK_SECONDS", "60"))
 SOAKING = "KVPACK_SOAK_SECONDS" in os.environ
 IDS = tokens(300, seed=3)
 
