@@ -186,9 +186,10 @@ def test_weights_without_memory_are_refused() -> None:
     assert caught.value.code == "unsupported-weights"
 
 
-@pytest.fixture
-def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> engine.LoadedModel:
-    """A model read from files, as if it were too large to be hashed at every start."""
+@pytest.fixture(params=[0, weights.LOOKED_AT_WHOLE_BYTES], ids=["sampled", "whole"])
+def loaded(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> engine.LoadedModel:
+    """A model read from files, as if it were too large to be hashed at every start; its tensors large, or small."""
+    monkeypatch.setattr(weights, "LOOKED_AT_WHOLE_BYTES", request.param)
     monkeypatch.setenv("KVPACK_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(weights, "REMEMBER_FROM_BYTES", 0)
     tiny_model("llama").save_pretrained(tmp_path / "model")

@@ -3,8 +3,9 @@
 A digest is remembered on disk by the weight files' paths, sizes and times, so that the weights of a large model are
 not hashed at every start. It is used only for a model that ``load_model`` read from those files in this process and
 that still looks as it did right after loading. "Looks" is three things a tensor: its address, torch's version counter,
-and a sample of its bytes, since an edit through ``.data`` moves neither of the first two. A sample can miss an edit, so
-models below ``REMEMBER_FROM_BYTES``, which hash in a second, are always hashed.
+and the hash of its bytes, or of a sample of them where it is larger than ``LOOKED_AT_WHOLE_BYTES``, since an edit
+through ``.data`` moves neither of the first two. A sample can miss an edit of a few elements, so models below
+``REMEMBER_FROM_BYTES``, which hash in no time, are always hashed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["REMEMBER_FROM_BYTES", "FileStamp", "ModelSource", "cache_folder", "source_of", "weights_digest"]
 
-REMEMBER_FROM_BYTES: Final = 4 << 30
+REMEMBER_FROM_BYTES: Final = 64 << 20
+LOOKED_AT_WHOLE_BYTES: Final = 8 << 20
 _DIGEST_SCHEME: Final = b"kvpack-weights-v1\0"
 _SAMPLE_BYTES: Final = 256
 _SAMPLES: Final = 64
@@ -130,6 +132,8 @@ def _is_large(tensors: Mapping[str, torch.Tensor]) -> bool:
 
 
 def _looks(tensor: torch.Tensor) -> tuple[int, int, bytes]:
+    if tensor.nbytes <= LOOKED_AT_WHOLE_BYTES:
+        return tensor.data_ptr(), tensor._version, _elements_hash(tensor.detach())
     elements = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach().reshape(-1)
     step = max(1, elements.numel() // _SAMPLES)
     count = max(1, _SAMPLE_BYTES // max(1, elements.element_size()))
