@@ -57,8 +57,9 @@ def put_cuts(
     ids = tokens_of(last, tokens)
     chain = store.chain(ids, last.identity, last.geometry, content)
     stored = _stored_already(store, chain, cuts)
-    if stored is not None:
-        return store.entry(stored)
+    found = store.index.read(lambda cursor: list(rows.entries(cursor, stored))) if stored is not None else []
+    if found:  # a collection may have taken it meanwhile: then it is put again
+        return found[0]
     base = parent.cut() if parent is not None else None
     manifest = compose(
         cuts,
@@ -213,16 +214,17 @@ def store_pack(store: LocalStore, most_bytes: int, write: Callable[[Temporary], 
             folder.sync(temporary)
             _publish(store, temporary, record)
 
-            def add(cursor: sqlite3.Cursor) -> None:
+            def add(cursor: sqlite3.Cursor) -> Entry:
                 rows.add_record(cursor, record, pinned=folder.pinned(record.pack_id))
                 cursor.execute("DELETE FROM reservations WHERE token = ?", (token,))
+                # Read in the same transaction: once it ends, another process's collection may take the pack.
+                return next(rows.entries(cursor, record.pack_id, new=True))
 
-            store.index.write(add)
+            return store.index.write(add)
         except BaseException:
             if store.quota is not None:
                 _give_back(store, token)
             raise
-    return store.entry(record.pack_id, new=True)
 
 
 def _reserve(store: LocalStore, token: str, need: int) -> None:

@@ -141,7 +141,18 @@ def put_remote_file(
                     on_bytes=on_bytes,
                 )
                 verified.result()
-            return store.entry(reader.pack_id, new=new)
+            return _entry(store, reader, record, new)
         finally:
             if parent is not None:
                 parent.close()
+
+
+def _entry(store: RemoteStore, reader: PackReader, record: Record, new: bool) -> Entry:
+    """The entry of a pack that was just put; from its own record where another machine has dropped it since."""
+    try:
+        return store.entry(reader.pack_id, new=new)
+    except StoreError as error:
+        if error.code != "no-such-pack":
+            raise
+    position = reader.manifest.position
+    return Entry(reader.pack_id, record.file_bytes, position, record.cuts, float(record.created), used=0, new=new)

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -270,6 +271,25 @@ def test_an_error_of_fsync_is_final(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     store.close()
     monkeypatch.undo()
     check_whole(tmp_path / "store", acknowledged=False)
+
+
+def test_a_put_whose_pack_is_collected_at_once_was_still_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may collect the pack as soon as the put lets go of it: the answer does not ask the index again."""
+    store = LocalStore.open(tmp_path / "store", grace=0)
+
+    def gone(pack_id: bytes, **_: Any) -> Any:
+        raise StoreError("no-such-pack", "the store has no such pack", found=pack_id.hex())
+
+    monkeypatch.setattr(store, "entry", gone)
+    entry = store.put(cut_of(FULL, IDS))
+    assert entry.new
+    assert [cut.position for cut in entry.cuts] == [len(IDS)]
+    again = store.put(cut_of(FULL, IDS))
+    assert (again.pack_id, again.new) == (entry.pack_id, False)
+    store.gc(quota=0)
+    assert store.stats().packs == 0
+    assert store.put(cut_of(FULL, IDS)).new
+    store.close()
 
 
 CROWD = """
