@@ -274,7 +274,7 @@ def test_an_error_of_fsync_is_final(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_put_whose_pack_is_collected_at_once_was_still_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process may collect the pack as soon as the put lets go of it: the answer does not ask the index again."""
+    """Another process may collect the pack as soon as the put lets go of it: the answer does not ask again."""
     store = LocalStore.open(tmp_path / "store", grace=0)
 
     def gone(pack_id: bytes, **_: Any) -> Any:
