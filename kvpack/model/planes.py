@@ -5,6 +5,7 @@ Source of the rules: spec/kvpack-v1.md, sections 7.3, 8 and 9 (blocks).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Final
@@ -64,13 +65,12 @@ class PlaneSpec:
         """Steps of the axis in one block: the largest power of two within 1 MiB, at least 1 (spec, section 9)."""
         return 1 << max(0, (BLOCK_BYTES // self.axis_bytes).bit_length() - 1)
 
-    def fault_against(self, other: PlaneSpec) -> tuple[str, object, object] | None:
-        """The first field in which two specs of one key differ, as (field, mine, theirs)."""
-        for name in ("encoding", "row_shape", "row_bytes", "unit", "rows"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
-                return name, mine, theirs
-        return None
+    def pieces(self, first: int, end: int) -> Iterator[tuple[int, int]]:
+        """``[first, end)`` of the plane's axis, split at absolute multiples of the block."""
+        while first < end:
+            stop = min(end, (first // self.block + 1) * self.block)
+            yield first, stop
+            first = stop
 
 
 def plane_specs(geometry: Geometry) -> dict[PlaneKey, PlaneSpec]:

@@ -74,16 +74,13 @@ def plane_tiles(number: int, plane: StoredPlane, manifest: Manifest) -> Iterator
     spec = plane.spec
     if spec.unit is Unit.STATE:
         for ordinal in range(plane.rows.count):
-            for first in range(0, spec.row_bytes, spec.block):
-                yield Tile(number, ordinal, first, min(first + spec.block, spec.row_bytes))
+            for first, end in spec.pieces(0, spec.row_bytes):
+                yield Tile(number, ordinal, first, end)
         return
     ends = [end for cut in manifest.cuts for part in manifest.semantic(spec.key, cut) for end in part]
     for first, end in plane.rows.split_at(ends):
-        at = first
-        while at < end:
-            stop = min(end, (at // spec.block + 1) * spec.block)
-            yield Tile(number, 0, at, stop)
-            at = stop
+        for piece in spec.pieces(first, end):
+            yield Tile(number, 0, *piece)
 
 
 def expected_tiles(manifest: Manifest) -> Iterator[Tile]:

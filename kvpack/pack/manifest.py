@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -391,14 +391,3 @@ def _require_rows(manifest: Manifest, limits: Limits) -> None:
                         expected=str(manifest.semantic(spec.key, cut)),
                         found=str(plane.rows),
                     )
-
-
-def semantic_parts(manifest: Manifest, key: PlaneKey, cut: CutRecord) -> Iterator[tuple[int, int]]:
-    """The parts of a plane's semantic range, split at the plane's blocks: the pieces that a state id hashes."""
-    block = manifest.planes[manifest.numbers[key]].spec.block
-    for first, end in manifest.semantic(key, cut):
-        at = first
-        while at < end:
-            stop = min(end, (at // block + 1) * block)
-            yield at, stop
-            at = stop

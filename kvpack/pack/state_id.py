@@ -20,13 +20,9 @@ _DOMAIN = b"kvpack-state-v1\x00"
 
 def pieces(manifest: Manifest, key: PlaneKey, cut: CutRecord) -> Iterator[tuple[int, int]]:
     """A plane's semantic range at ``cut``, split at absolute multiples of its block, in order."""
-    block = manifest.planes[manifest.numbers[key]].spec.block
+    spec = manifest.planes[manifest.numbers[key]].spec
     for first, end in manifest.semantic(key, cut):
-        at = first
-        while at < end:
-            stop = min(end, (at // block + 1) * block)
-            yield at, stop
-            at = stop
+        yield from spec.pieces(first, end)
 
 
 def state_id(manifest: Manifest, cut: CutRecord, piece_hash: Callable[[PlaneKey, int, int], bytes]) -> bytes:
